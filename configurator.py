@@ -1,0 +1,228 @@
+"""A script's settings are its own top-level assignments; config files and `--key=value` override them.
+
+    lr = 1e-4  # peak learning rate
+    config = configure(globals())
+
+    python script.py config/a.py config/b.py --lr=3e-4 --lr 3e-4
+
+Config files hold assignments of literals and are parsed, never executed. The command line wins over every file, and a
+later file over an earlier one. A key that the script does not have, or a value of another type, is an error.
+"""
+
+import ast
+import difflib
+import importlib.metadata
+import inspect
+import json
+import operator
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TYPES = (bool, int, float, str, tuple)
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "h5py")
+
+
+class UserError(ValueError):
+    """A mistake of the user's: shown as one line with exit code 1, never as a traceback."""
+
+
+def configure(namespace, also=()):
+    """Apply sys.argv to the settings in `namespace` (a script's globals()) and return them all as a dict.
+
+    also: sibling scripts whose settings a shared config file may hold as well; they are skipped here.
+    Raises UserError for an unknown key, a wrong type or an unreadable file, and installs the hook that shows it.
+    """
+    sys.excepthook = _show
+    script = Path(namespace["__file__"])
+    comments = _settings(script)
+    config = {key: namespace[key] for key in comments if type(namespace.get(key)) in TYPES}
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        if is_rank_0:
+            _print_help(namespace.get("__doc__"), config, comments)
+        sys.exit(0)
+    try:
+        files, flags = _split(sys.argv[1:])
+        siblings = [script.with_name(name) for name in also]
+        for file in files:
+            config.update(_read_file(file, config, script, siblings))
+        for key, text in flags:
+            config[key] = _read_flag(key, text, config, script, siblings)
+    except UserError:
+        if is_rank_0:
+            raise
+        time.sleep(10)  # every rank has this error; torchrun ends them all when one exits, so let rank 0 speak first
+        sys.exit(1)
+    namespace.update(config)
+    return config
+
+
+def save_config(out_dir, config):
+    """Write out_dir/config.json: settings, package versions, python, git commit ("-dirty" if edited, null if none)."""
+    record = {
+        "settings": config,
+        "versions": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+    path = Path(out_dir, "config.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"out_dir={out_dir}: cannot write there ({error.strerror}), choose another folder") from error
+
+
+def _show(kind, error, trace):
+    if issubclass(kind, UserError):
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+    elif issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _settings(script):
+    """{name: trailing comment} of the top-level assignments above the script's call of configure()."""
+    source = script.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    comments = {}
+    for node in ast.parse(source).body:
+        calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+        if any(getattr(func, "id", getattr(func, "attr", "")) == "configure" for func in calls):
+            break
+        if isinstance(node, ast.Assign):
+            tail = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()  # ast counts columns in bytes
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            comments.update({name: tail.strip().lstrip("# ") for name in names if not name.startswith("_")})
+    return comments
+
+
+def _split(args):
+    """Command line -> config files, [(key, text)]."""
+    files, flags = [], []
+    args = list(args)
+    while args:
+        arg = args.pop(0)
+        if not arg.startswith("--"):
+            if not arg.endswith(".py"):
+                raise UserError(f"{arg}: want a config file (config/NAME.py) or --key=value")
+            files.append(arg)
+            continue
+        key, has_value, text = arg[2:].partition("=")
+        if not has_value:
+            if not args or args[0].startswith("--"):
+                raise UserError(f"{arg}: got no value, want {arg}=VALUE (True or False for a switch)")
+            text = args.pop(0)
+        flags.append((key.replace("-", "_"), text))
+    return files, flags
+
+
+def _read_file(file, config, script, siblings):
+    """The settings in a config file, checked against `config`; those of sibling scripts only are left out."""
+    try:
+        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except OSError as error:
+        raise UserError(f"{file}: cannot read the config file ({error.strerror})") from error
+    except SyntaxError as error:
+        raise UserError(f"{file}:{error.lineno}: {error.msg}, want lines like key = value") from error
+    except ValueError as error:  # not UTF-8, or a NUL byte
+        raise UserError(f"{file}: not a text file ({error})") from error
+    found = {}
+    for node in body:
+        where = f"{file}:{node.lineno}: "
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            continue  # a docstring
+        if not isinstance(node, ast.Assign) or not all(isinstance(target, ast.Name) for target in node.targets):
+            raise UserError(f"{where}got {ast.unparse(node).splitlines()[0]!r}, want only lines like key = value")
+        for key in [target.id for target in node.targets]:
+            if key not in config:
+                theirs = [name for sibling in siblings for name in _settings(sibling)]
+                if key in theirs:
+                    continue
+                raise UserError(f"{where}{key} is not a setting of {script.name}{_nearest(key, [*config, *theirs])}")
+            try:
+                value = _literal(node.value)
+            except (ValueError, TypeError, ArithmeticError) as error:
+                raise UserError(f"{where}{key}={ast.unparse(node.value)}: want a plain literal value") from error
+            found[key] = _check(key, value, config[key], where)
+    return found
+
+
+def _read_flag(key, text, config, script, siblings):
+    """The value of --key=text, in the type of the setting's default."""
+    if key not in config:
+        owners = [sibling.name for sibling in siblings if key in _settings(sibling)]
+        hint = f" but of {owners[0]}: put it in a config file" if owners else _nearest(key, config)
+        raise UserError(f"--{key} is not a setting of {script.name}{hint}")
+    if isinstance(config[key], str):
+        return text
+    try:
+        is_bool = isinstance(config[key], bool)
+        value = _literal(ast.parse(text.strip().capitalize() if is_bool else text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, ArithmeticError):
+        value = text
+    return _check(key, value, config[key], "--")
+
+
+def _literal(node):
+    """Value of a syntax tree of literals and of sums and products of numbers."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_literal(node.left), _literal(node.right))
+    if isinstance(node, ast.Tuple):
+        return tuple(_literal(element) for element in node.elts)
+    return ast.literal_eval(node)
+
+
+def _check(key, value, default, where):
+    """The value if it has the default's type (an int may stand for a float; a tuple's items follow the default's)."""
+    want = type(default)
+    if want is float and type(value) is int:
+        return float(value)
+    if type(value) is not want:
+        hint = " (True or False)" if want is bool else f" like {default!r}"
+        raise UserError(f"{where}{key}={value!r}: got {type(value).__name__}, want {want.__name__}{hint}")
+    if want is tuple and len({type(item) for item in default}) == 1:
+        return tuple(_check(f"{key}[{index}]", item, default[0], where) for index, item in enumerate(value))
+    return value
+
+
+def _nearest(key, names):
+    return "".join(f"; the nearest is {name}" for name in difflib.get_close_matches(key, names, n=1, cutoff=0))
+
+
+def _print_help(doc, config, comments):
+    flags = {key: f"--{key}={value!r}" for key, value in config.items()}
+    width = min(48, max(map(len, flags.values()), default=0))
+    print(inspect.cleandoc(doc or ""), "", "settings:", sep="\n")
+    for key, flag in flags.items():
+        print(f"  {flag:{width}}  {comments[key]}".rstrip())
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit():
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None

@@ -1,0 +1,455 @@
+"""Robot demonstrations and their latent cache: everything between a RoboCasa HDF5 and a batch.
+
+    RobotDemos     HDF5 -> windows of frames, points in the world, instructions
+    *_cell         one view of one modality as a VAE takes it: 3 f h w in -1..1
+    *_cells        cells <-> grid: views are columns, modalities are rows (RGB above its pointmap)
+    LatentCache    what prepare_robocasa.py wrote, refused if made from anything else
+    batch_indices  the samples of a step, a pure function of (seed, step)
+
+Cameras are OpenCV's: x right, y down, z forward. K is in pixels whose centres lie at +0.5, E is camera-to-world,
+depth is in metres along the optical axis.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+
+from configurator import UserError
+from geometry import denormalise_points, normalise_points, unproject  # noqa: F401 (the first is for callers)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# demonstrations
+
+
+class Window(NamedTuple):
+    """num_frames consecutive frames of a demo. `length` of them exist: fewer only where a short demo is padded."""
+
+    demo: str
+    start: int
+    length: int
+    split: str  # "train" | "val"
+
+    @property
+    def key(self):
+        return f"{self.demo}_{self.start:05d}"
+
+
+def view_names(views):
+    """ "left, right" -> ["left", "right"]."""
+    names = [name.strip() for name in (views.split(",") if isinstance(views, str) else views)]
+    if not all(names) or len(set(names)) != len(names):
+        raise UserError(f"views={views}: want different camera names, separated by commas")
+    return names
+
+
+def demo_number(name):
+    """Sort key: h5py lists demo_0, demo_1, demo_10, demo_2."""
+    digits = re.search(r"\d+$", name)
+    return (int(digits.group()) if digits else -1, name)
+
+
+class RobotDemos:
+    """The demos of a RoboCasa (robomimic) HDF5. All metadata is checked here, frames are read when asked for.
+
+    Validation demos are mask/<val_split>; with val_split="" or in a file without masks, the last `val_demos` of the
+    training demos are held out. pointmaps=True also wants <view>_depth, _intrinsics and _extrinsics.
+    """
+
+    def __init__(self, path, views, train_split="train", val_split="valid", val_demos=1, pointmaps=False):
+        self.path, self.views, self.pointmaps = str(path), view_names(views), pointmaps
+        self._file, self._pid = None, None
+        self.skipped = []  # (demo, frames) of the demos shorter than a window; filled by windows()
+        self.splits = self._read_splits(train_split, val_split, val_demos)  # demo -> "train" | "val", numeric order
+        self.num_frames = {}  # demo -> frames
+        self.prompts = {}  # demo -> instruction
+        for demo in self.splits:
+            self.num_frames[demo] = self._check_demo(demo)
+            self.prompts[demo] = self._read_prompt(demo)
+
+    @property
+    def file(self):
+        """Opened once a process: an HDF5 handle that crosses a fork reads garbage."""
+        if self._pid != os.getpid():
+            try:
+                self._file, self._pid = h5py.File(self.path, "r", locking=False), os.getpid()
+            except OSError as error:
+                what = f"not a whole HDF5 file ({_first_line(error)}): copy it again"
+                raise UserError(f"data={self.path}: {what if os.path.isfile(self.path) else 'no such file'}") from None
+        return self._file
+
+    def _read_splits(self, train_split, val_split, val_demos):
+        if "data" not in self.file:
+            raise UserError(f"data={self.path}: got groups {list(self.file)}, want data/demo_N (robomimic layout)")
+        there = set(self.file["data"])
+        if "mask" in self.file:
+            train = self._read_mask("train_split", train_split, there)
+            val = self._read_mask("val_split", val_split, there) if val_split else []
+        else:
+            train, val, val_split = sorted(there, key=demo_number), [], ""
+        if not val_split:
+            if not 0 < val_demos < len(train):
+                raise UserError(f"val_demos={val_demos}: want 1 to {len(train) - 1} of the {len(train)} demos")
+            train, val = train[:-val_demos], train[-val_demos:]
+        if both := sorted(set(train) & set(val), key=demo_number):
+            raise UserError(
+                f"{both[0]} is in mask/{train_split} and mask/{val_split}: --val_split= holds out val_demos"
+            )
+        return dict.fromkeys(train, "train") | dict.fromkeys(val, "val")
+
+    def _read_mask(self, setting, split, there):
+        if split not in self.file["mask"]:
+            raise UserError(f"{setting}={split}: {self.path} has the masks {', '.join(self.file['mask'])}")
+        demos = [name.decode() if isinstance(name, bytes) else str(name) for name in self.file["mask"][split][()]]
+        if missing := sorted(set(demos) - there, key=demo_number):
+            raise UserError(f"{self.path}: mask/{split} names {missing[0]}, which data/ does not have")
+        if not demos:
+            raise UserError(f"{setting}={split}: mask/{split} of {self.path} is empty")
+        return sorted(demos, key=demo_number)
+
+    def _check_demo(self, demo):
+        """Presence, dtype, shape and length of all that will be read of a demo -> its number of frames."""
+        observations = self.file["data"][demo].get("obs", {})
+        lengths = {}
+        for view in self.views:
+            if f"{view}_image" not in observations:
+                cameras = ", ".join(name[: -len("_image")] for name in observations if name.endswith("_image"))
+                raise UserError(f"views={view}: {demo} of {self.path} has the views {cameras or 'none'}")
+            image = observations[f"{view}_image"]
+            if image.dtype != np.uint8 or image.ndim != 4 or image.shape[3] != 3:
+                raise UserError(f"{demo}/{view}_image: got {image.dtype} {image.shape}, want uint8 (frames, h, w, 3)")
+            lengths[f"{view}_image"] = len(image)
+            wanted = {"depth": image.shape[1:3], "intrinsics": (3, 3), "extrinsics": (4, 4)} if self.pointmaps else {}
+            for suffix, shape in wanted.items():
+                if f"{view}_{suffix}" not in observations:
+                    raise UserError(f"{demo}/{view}_{suffix}: not there: pointmaps want depth and cameras")
+                array = observations[f"{view}_{suffix}"]
+                if array.dtype.kind != "f" or array.shape[1:] not in (shape, (*shape, 1)):
+                    got, want = f"{array.dtype} {array.shape}", f"float (frames, {shape[0]}, {shape[1]})"
+                    raise UserError(f"{demo}/{view}_{suffix}: got {got}, want {want}; depth in metres")
+                lengths[f"{view}_{suffix}"] = len(array)
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise UserError(f"{demo}: got unequal numbers of frames ({listed}), want the same in all")
+        return lengths[f"{self.views[0]}_image"]
+
+    def _read_prompt(self, demo):
+        meta = self.file["data"][demo].attrs.get("ep_meta")
+        if meta is None:
+            raise UserError(f"{demo}: no ep_meta attribute, want JSON with the instruction as lang")
+        try:
+            meta = json.loads(meta)
+        except ValueError:
+            raise UserError(f"{demo}: ep_meta is not JSON ({str(meta)[:40]!r}), want {{'lang': instruction}}") from None
+        lang = meta.get("lang") if isinstance(meta, dict) else None
+        if not isinstance(lang, str) or not lang.strip():
+            raise UserError(f"{demo}: got lang {lang!r} in ep_meta, want the instruction")
+        return lang
+
+    def windows(self, num_frames, window_stride, pad_short=False):
+        """All windows in the numeric order of demos, train first. A demo shorter than num_frames goes to .skipped, or
+        with pad_short=True becomes one window that holds its last frame. Zero windows in a split is an error."""
+        windows, self.skipped = [], []
+        for demo, split in self.splits.items():
+            frames = self.num_frames[demo]
+            if frames >= num_frames:
+                starts = range(0, frames - num_frames + 1, window_stride)
+                windows += [Window(demo, start, num_frames, split) for start in starts]
+            elif pad_short and frames > 0:
+                windows.append(Window(demo, 0, frames, split))
+            else:
+                self.skipped.append((demo, frames))
+        for split in ("train", "val"):
+            if not any(window.split == split for window in windows):
+                longest = max(self.num_frames[demo] for demo in self.splits if self.splits[demo] == split)
+                raise UserError(
+                    f"num_frames={num_frames}: no {split} windows left, the longest {split} demo has {longest} frames: "
+                    f"lower num_frames or set pad_short=True"
+                )
+        return windows
+
+    def _read(self, window, name, num_frames):
+        """obs/<name> of a window, its last frame held up to num_frames -> f ..."""
+        try:
+            frames = self.file[f"data/{window.demo}/obs/{name}"][window.start : window.start + window.length]
+        except OSError as error:
+            raise UserError(
+                f"data={self.path}: {window.demo}/{name} is damaged ({_first_line(error)}): copy the file again"
+            ) from None
+        held = num_frames - len(frames)
+        return np.concatenate([frames, np.repeat(frames[-1:], held, 0)]) if held > 0 else frames[:num_frames]
+
+    def rgb(self, window, view, num_frames):
+        """-> uint8 f h w 3."""
+        return self._read(window, f"{view}_image", num_frames)
+
+    def camera(self, window, view, num_frames):
+        """-> depth f h w (metres), K f 3 3, E f 4 4, float32. NaN is an error; 0 and inf mean "unknown"."""
+        depth = self._read(window, f"{view}_depth", num_frames).astype(np.float32)
+        depth = depth[..., 0] if depth.ndim == 4 else depth
+        K = self._read(window, f"{view}_intrinsics", num_frames).astype(np.float32)
+        E = self._read(window, f"{view}_extrinsics", num_frames).astype(np.float32)
+        for name, array, bad in (
+            ("depth", depth, np.isnan(depth)),
+            ("intrinsics", K, ~np.isfinite(K)),
+            ("extrinsics", E, ~np.isfinite(E)),
+        ):
+            if bad.any():
+                frame = window.start + int(bad.reshape(len(array), -1).any(1).argmax())
+                raise UserError(f"{window.demo}/{view}_{name}: got NaN in frame {frame}, want 0 where depth is unknown")
+        return depth, K, E
+
+    def points(self, window, view, num_frames):
+        """-> world xyz f h w 3 in metres, valid f h w: False where the depth is 0 or infinite (xyz is 0 there)."""
+        depth, K, E = self.camera(window, view, num_frames)
+        valid = np.isfinite(depth) & (depth > 0)
+        xyz = unproject(np.where(valid, depth, 1), K, E)
+        return np.where(valid[..., None], xyz, 0), valid
+
+    def prompt(self, demo):
+        return self.prompts[demo]
+
+
+def _first_line(error):
+    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# cells and the grid
+
+
+def rgb_cell(rgb, height, width, device="cpu"):
+    """uint8 f h w 3 -> 3 f height width in -1..1. Antialiased: plain bilinear skips pixels where it shrinks."""
+    pixels = torch.as_tensor(rgb, device=device).permute(0, 3, 1, 2).float() / 127.5 - 1  # f 3 h w
+    if pixels.shape[-2:] != (height, width):
+        pixels = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True).clamp(-1, 1)
+    return pixels.transpose(0, 1)
+
+
+def point_cell(xyz, valid, box, height, width, device="cpu"):
+    """xyz f h w 3 (metres), valid f h w -> 3 f height width in -1..1, valid f height width (known AND inside the box).
+
+    Nearest-exact: a blend of two surfaces would be a point on neither. Unknown pixels are 0, the middle of the box.
+    """
+    xyz, valid = torch.as_tensor(xyz, device=device), torch.as_tensor(valid, device=device)
+    low, high = torch.as_tensor(box, dtype=torch.float32, device=device).chunk(2)
+    inside = valid & (xyz >= low).all(-1) & (xyz <= high).all(-1)
+    points = torch.where(valid[..., None], normalise_points(xyz, box), 0.0)
+    stacked = torch.cat([points.permute(0, 3, 1, 2), inside[:, None].float()], 1)  # f 4 h w
+    stacked = F.interpolate(stacked, (height, width), mode="nearest-exact")
+    return stacked[:, :3].transpose(0, 1), stacked[:, 3] > 0.5
+
+
+def join_cells(cells):
+    """{(modality, view): ... h w} -> ... H W: a row a modality, a column a view, both in the dict's order."""
+    modalities, views = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    return torch.cat([torch.cat([cells[modality, view] for view in views], -1) for modality in modalities], -2)
+
+
+def split_cells(grid, modalities, views):
+    """The inverse of join_cells: ... H W -> {(modality, view): ... h w}."""
+    rows = grid.chunk(len(modalities), -2)
+    return {
+        (modality, view): cell
+        for modality, row in zip(modalities, rows, strict=True)
+        for view, cell in zip(views, row.chunk(len(views), -1), strict=True)
+    }
+
+
+def check_sizes(num_frames, cell_height, cell_width, stride):
+    """UserError unless the VAE (stride t, h, w) and the transformer's 2 x 2 patches divide a cell evenly."""
+    sides = (("cell_height", cell_height, stride[1] * 2), ("cell_width", cell_width, stride[2] * 2))
+    for name, size, multiple in sides:
+        if size % multiple or size <= 0:
+            below = max(size // multiple, 1) * multiple
+            raise UserError(f"{name}={size}: want a multiple of {multiple} ({below} or {below + multiple})")
+    if num_frames % stride[0] != 1 or num_frames < 1:
+        below = max((num_frames - 1) // stride[0], 0) * stride[0] + 1
+        raise UserError(f"num_frames={num_frames}: want {stride[0]}n+1 ({below} or {below + stride[0]})")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the latent cache: five units, each a folder with fingerprint.json (written first) and index.json (written last)
+#
+#   rgb/<key>.safetensors, pointmap/<key>.safetensors                        {view: z F h w}
+#   condition/rgb/<key>.safetensors, condition/pointmap/<key>.safetensors    {view: z F h w (z 1 h w: a frame alone)}
+#   condition/text/embeddings.safetensors                                    {text: prompts tokens width}
+
+
+def fingerprints(config, kind):
+    """{unit: {name: value}} of everything that shapes the units the settings want; kind is "i2v" | "ti2v" | "t2v".
+
+    Settings that only prepare_robocasa.py has (dtypes) are compared where they are known.
+    """
+
+    def known(*names):
+        return {name: config[name] for name in names if name in config}
+
+    data = {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
+    if os.path.isfile(config["data"]):  # a cache also serves where the recordings are not
+        data["data_content"] = content_hash([Path(config["data"])])
+    latents = data | known("num_frames", "window_stride", "pad_short", "cell_height", "cell_width")
+    latents |= {"views": view_names(config["views"]), "vae": weights_identity(config["model"], "vae")}
+    latents |= known("vae_dtype", "cache_dtype")
+    box = known("workspace_box") if config["workspace_box"] else known("workspace_box", "box_percentile")
+    text = data | {"text_encoder": weights_identity(config["model"], "text_encoder", "tokenizer")}
+    text |= known("max_text_tokens", "negative_prompt", "text_dtype", "cache_dtype")
+
+    units = {"rgb": latents, "condition/rgb": latents | {"kind": kind}, "condition/text": text}
+    if config["pointmaps"]:
+        units |= {"pointmap": latents | box, "condition/pointmap": latents | box | {"kind": kind}}
+    return units
+
+
+def content_hash(paths, num_blocks=64, block_size=1 << 16):
+    """A cheap identity of files: names, sizes and 64 evenly spaced blocks of 64 KiB (everything, up to 4 MiB)."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            for offset in np.linspace(0, max(size - block_size, 0), num_blocks, dtype=int):
+                file.seek(offset)
+                digest.update(file.read(block_size))
+    return digest.hexdigest()[:16]
+
+
+def weights_identity(model, *parts):
+    """What stands for parts of a checkpoint in a fingerprint: its files' content, a hub id's commit, "random:NAME"."""
+    if model.startswith("random:"):
+        return model
+    if os.path.isdir(model):
+        files = [path for part in parts for path in sorted(Path(model, part).glob("*")) if path.is_file()]
+        return content_hash(files)
+    try:
+        config = Path(hf_hub_download(model, f"{parts[0]}/config.json"))  # .../snapshots/<commit>/<part>/config.json
+    except (OSError, ValueError) as error:
+        raise UserError(f"model={model}: want a diffusers folder or a hub id ({_first_line(error)})") from None
+    return f"{model}@{config.parent.parent.name}"
+
+
+def fingerprint_differences(folder, expected):
+    """None where the unit was never begun, else what differs: ["cell_height was 16, now 32", ...]."""
+    try:
+        stored = json.loads((folder / "fingerprint.json").read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return ["fingerprint.json is damaged"]
+    changed = [name for name, value in expected.items() if stored.get(name) != value]
+    return [f"{name} was {stored.get(name)}, now {expected[name]}" for name in changed]
+
+
+def write_atomic(path, content):
+    """bytes -> path, whole or not at all; UserError where the disk is full or read-only."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space and run again: it continues" if full else "choose another folder"
+        raise UserError(f"{path}: cannot write ({error.strerror}): {remedy}") from None
+
+
+def write_tensors(path, tensors):
+    write_atomic(path, safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}))
+
+
+def write_json(path, value):
+    write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+class LatentCache:
+    """The cache that prepare_robocasa.py made with these settings (the dict of a script) for a model of this kind.
+
+    .train, .val   lists of Window
+    .text          prompts n d, zero-padded after the encoder; .prompts their strings; .empty_index, .negative_index
+    .box           x0 y0 z0 x1 y1 z1, metres; .floor_mm {"median", "mean"} of the VAE round trip; None without pointmaps
+    .skipped       (demo, frames) of the demos that were too short
+    """
+
+    def __init__(self, config, kind):
+        self.root = Path(config["cache_dir"])
+        self.views = view_names(config["views"])
+        self.modalities = ["rgb", "pointmap"] if config["pointmaps"] else ["rgb"]
+        index = {unit: self._read_index(unit, expected) for unit, expected in fingerprints(config, kind).items()}
+
+        windows = [Window(*window) for window in index["rgb"]["windows"]]
+        self.train = [window for window in windows if window.split == "train"]
+        self.val = [window for window in windows if window.split == "val"]
+        self.skipped = [tuple(demo) for demo in index["rgb"]["skipped"]]
+        self.box = index["pointmap"]["box"] if config["pointmaps"] else None
+        self.floor_mm = index["pointmap"]["floor_mm"] if config["pointmaps"] else None
+        self.prompts = index["condition/text"]["prompts"]
+        self._prompt_of_demo = index["condition/text"]["prompt_of_demo"]
+        self.empty_index = self.prompts.index("")
+        self.negative_index = self.prompts.index(config["negative_prompt"])
+        self.text = self._load("condition/text", "embeddings")["text"]  # prompts n d
+
+    def _read_index(self, unit, expected):
+        differences = fingerprint_differences(self.root / unit, expected)
+        if differences:
+            raise UserError(f"{self.root / unit} is stale: {'; '.join(differences)}: prepare again with --force=True")
+        try:
+            return json.loads((self.root / unit / "index.json").read_text())
+        except (OSError, ValueError):
+            state = "missing" if differences is None else "unfinished"
+            raise UserError(f"{self.root / unit} is {state}: run prepare_robocasa.py with the same settings") from None
+
+    def _load(self, unit, key):
+        path = self.root / unit / f"{key}.safetensors"
+        try:
+            return safetensors.torch.load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: {_first_line(error)}: delete it and run prepare_robocasa.py again") from None
+
+    def _grid(self, prefix, window):
+        cells = {}
+        for modality in self.modalities:
+            tensors = self._load(prefix + modality, window.key)
+            cells |= {(modality, view): tensors[view].float() for view in self.views}
+        return join_cells(cells)
+
+    def sample(self, window):
+        """-> latents z F H W, condition z F H W (z 1 H W: the given frame alone), both float32; prompt_index."""
+        return {
+            "latents": self._grid("", window),
+            "condition": self._grid("condition/", window),
+            "prompt_index": self._prompt_of_demo[window.demo],
+        }
+
+
+def collate(samples, text, device, given=True):
+    """Samples of a LatentCache -> latents b z F H W, condition b z F|1 H W (None unless given), text b n d, on device."""
+    latents = torch.stack([sample["latents"] for sample in samples]).to(device, non_blocking=True)
+    condition = (
+        torch.stack([sample["condition"] for sample in samples]).to(device, non_blocking=True) if given else None
+    )
+    return latents, condition, text[[sample["prompt_index"] for sample in samples]].to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_samples, seed, epoch):
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+def batch_indices(num_samples, batch_size, step, seed):
+    """The global batch of a step (a rank takes its slice): positions step * batch_size onwards of an endless stream of
+    epochs, each a permutation seeded by (seed, epoch). Nothing to store or to restore."""
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    return [int(_permutation(num_samples, seed, at // num_samples)[at % num_samples]) for at in positions]

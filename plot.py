@@ -1,0 +1,166 @@
+"""Draw a run's metrics.jsonl as curves.png beside it.
+
+python plot.py out/tiny_i2v [out/another_run ...]
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+COLOURS = {"high": "tab:red", "low": "tab:blue"}  # the two experts, in every panel
+SIGMA_BIN = "val_loss/sigma "
+
+
+class MetricsLog:
+    """Appends lines to out_dir/metrics.jsonl; those of steps after the one a run resumes from are dropped first."""
+
+    def __init__(self, out_dir, start_step=0):
+        self.path = Path(out_dir, "metrics.jsonl")
+        kept = [row for row in read_metrics(self.path) if row["step"] <= start_step] if self.path.exists() else []
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept if start_step))
+
+    def write(self, row):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(path):
+    """metrics.jsonl -> list of dicts in step order.
+
+    A line cut short by a kill is skipped. Where a resumed run starts again at an earlier step, its lines replace the
+    old ones from that step on.
+    """
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            continue
+        if rows and row["step"] < rows[-1]["step"]:
+            rows = [old for old in rows if old["step"] < row["step"]]
+        rows.append(row)
+    return rows
+
+
+def draw_curves(out_dir):
+    """Draw out_dir/metrics.jsonl to out_dir/curves.png: a panel for each kind of number it holds; returns the path."""
+    rows = read_metrics(Path(out_dir, "metrics.jsonl"))
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    panels = [(title, draw) for title, wants, draw in PANELS if any(key.startswith(wants) for key in keys)]
+    columns = min(3, max(1, len(panels)))
+    lines = max(1, math.ceil(len(panels) / columns))
+    figure = Figure(figsize=(5 * columns, 3.4 * lines), dpi=110, layout="constrained")
+    for index, (title, draw) in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, index + 1, title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        draw(axes, rows, keys)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(fontsize="small")
+    path = Path(out_dir, "curves.png")
+    figure.savefig(path)
+    return path
+
+
+def _series(rows, key, expert=None):
+    """Steps and finite values of a key, of one expert's lines if given."""
+    points = [(row["step"], row[key]) for row in rows if key in row and expert in (None, row.get("expert"))]
+    points = [(step, value) for step, value in points if isinstance(value, int | float) and math.isfinite(value)]
+    return np.array(points, dtype=float).reshape(-1, 2).T  # 2 n
+
+
+def _line(axes, rows, key, label=None, expert=None, smooth=True, **style):
+    """Plot a key, named with its last value; long series also as a running mean over a twentieth of their length."""
+    steps, values = _series(rows, key, expert)
+    if not len(steps):
+        return
+    width = len(steps) // 20 if smooth else 0
+    if width > 1:
+        (raw,) = axes.plot(steps, values, alpha=0.25, linewidth=0.8, **style)
+        style = style | {"color": raw.get_color()}
+        window = np.ones(width)
+        values = np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+    marker = "o" if len(steps) < 30 else None
+    axes.plot(steps, values, marker=marker, markersize=3, label=f"{label or key} {values[-1]:.4g}", **style)
+
+
+def _training_loss(axes, rows, keys):
+    experts = list(dict.fromkeys(row.get("expert") for row in rows if "loss" in row))
+    for expert in experts:
+        _line(axes, rows, "loss", label=expert or "loss", expert=expert, color=COLOURS.get(expert))
+
+
+def _validation_loss(axes, rows, keys):
+    for key in [key for key in keys if key.startswith("val_loss") and not key.startswith(SIGMA_BIN)]:
+        name = key.removeprefix("val_loss/")
+        _line(axes, rows, key, label=name, smooth=False, color=COLOURS.get(name))
+
+
+def _sigma_bins(axes, rows, keys):
+    bins = sorted(key for key in keys if key.startswith(SIGMA_BIN))
+    for index, key in enumerate(bins):
+        _line(axes, rows, key, key.removeprefix("val_loss/"), smooth=False, color=_shade(index / len(bins)))
+
+
+def _shade(fraction):
+    return (0.9 * fraction, 0.2, 0.9 * (1 - fraction))  # blue for little noise to red for much, as the experts
+
+
+def _gradient(axes, rows, keys):
+    axes.set_yscale("log")
+    _line(axes, rows, "grad_norm", color="tab:purple")
+    if "lr" in keys:
+        right = axes.twinx()
+        right.set_ylabel("lr", color="gray")
+        right.plot(*_series(rows, "lr"), color="gray", linewidth=1)
+
+
+def _points(axes, rows, keys):
+    _line(axes, rows, "point_mm", smooth=False, color="tab:green")
+    _line(axes, rows, "point_floor_mm", "VAE round trip", smooth=False, color="gray", linestyle="--")
+
+
+def _reward(axes, rows, keys):
+    _line(axes, rows, "reward", color="tab:green")
+    paired = [row for row in rows if "reward_std" in row and "reward" in row]
+    (steps, mean), (_, std) = _series(paired, "reward"), _series(paired, "reward_std")
+    if len(mean) == len(std):
+        axes.fill_between(steps, mean - std, mean + std, color="tab:green", alpha=0.12, linewidth=0)
+
+
+def _held_out(axes, rows, keys):
+    for key in [key for key in keys if key.startswith("eval/")]:
+        _line(axes, rows, key, label=key.removeprefix("eval/"), smooth=False)
+
+
+def _one(key, smooth=True):
+    return lambda axes, rows, keys: _line(axes, rows, key, smooth=smooth)
+
+
+PANELS = (  # title, prefixes of the keys that call for it, how to draw it
+    ("training reward", ("reward",), _reward),
+    ("held-out rewards", ("eval/",), _held_out),
+    ("training loss", ("loss",), _training_loss),
+    ("validation loss", ("val_loss",), _validation_loss),
+    ("validation loss by noise level", (SIGMA_BIN,), _sigma_bins),
+    ("gradient norm", ("grad_norm",), _gradient),
+    ("PSNR (dB)", ("psnr",), _one("psnr", smooth=False)),
+    ("SSIM", ("ssim",), _one("ssim", smooth=False)),
+    ("point error (mm)", ("point_mm",), _points),
+    ("KL to the reference", ("kl",), _one("kl")),
+    ("clip fraction", ("clip_fraction",), _one("clip_fraction")),
+)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__.strip())
+    for run in sys.argv[1:]:
+        if not Path(run, "metrics.jsonl").is_file():
+            sys.exit(f"error: {run}: got no metrics.jsonl there, want the out_dir of a run")
+        print(draw_curves(run))

@@ -1,0 +1,353 @@
+"""RoboCasa / robomimic HDF5 -> latent cache, once, so that training touches neither video, VAE nor text encoder.
+
+    python prepare_robocasa.py                                        # the tiny world of tiny.py, seconds
+    python prepare_robocasa.py config/robocasa_i2v.py --inspect=True  # look first: contact sheet and verdict, no model
+    torchrun --nproc_per_node=4 prepare_robocasa.py config/robocasa_i2v.py
+
+Every cell (a view's RGB or its pointmap) is encoded by itself; the first frame of a window is the given one. The cache
+has three parts, rgb, pointmap and condition, and carries a fingerprint of everything that shaped it. Run it again after
+an interruption and it continues; after a change of settings it says what became stale, and --force=True rebuilds that.
+
+Data: data/demo_N/obs/<view>_image uint8 (frames, h, w, 3), data/demo_N.attrs["ep_meta"] with "lang"; for pointmaps
+<view>_depth (metres along the optical axis), <view>_intrinsics and <view>_extrinsics (camera-to-world) per frame.
+Expect, on one H200 with the VAE of A14B in float32, about 1.5 s a window of 81 frames, two views and one modality.
+"""
+
+import itertools
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import safetensors.torch
+import torch
+from tqdm import tqdm
+
+import encoders
+import fsdp
+import geometry
+import video
+from configurator import UserError, configure
+from data import (
+    LatentCache,
+    RobotDemos,
+    Window,
+    check_sizes,
+    fingerprint_differences,
+    fingerprints,
+    point_cell,
+    rgb_cell,
+    view_names,
+    write_json,
+    write_tensors,
+)
+from geometry import denormalise_points, normalise_points
+from model import kind_of
+
+# settings shared with train_i2v_sft.py: what shapes the cache
+model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME: its VAE and text encoder are used
+data = "out/tiny/robot.hdf5"  # HDF5 of demonstrations
+cache_dir = "out/tiny/cache_i2v"  # where the latents go
+views = "robot0_agentview_left,robot0_agentview_right"  # cameras, left to right in the grid
+pointmaps = False  # also encode XYZ pointmaps, the row below the RGB row (HCPT)
+cell_height = 16  # pixels, a multiple of twice the VAE's stride
+cell_width = 16  # pixels
+num_frames = 5  # frames a window, 4n + 1
+window_stride = 4  # frames from one window's start to the next
+pad_short = False  # hold the last frame of demos shorter than a window, instead of skipping them
+train_split = "train"  # mask/<train_split> lists the training demos
+val_split = (
+    "valid"  # mask/<val_split> lists the validation demos; "": hold out the last val_demos of the training demos
+)
+val_demos = 1  # demos held out where there is no validation mask
+workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres, world frame; "": percentiles of the training points
+box_percentile = 1.0  # percent cut off at each side of each axis where workspace_box is ""
+max_text_tokens = 16  # prompts are padded to this (512 for the released models)
+negative_prompt = ""  # embedded beside the prompts, for classifier-free guidance
+# settings of this script alone
+parts = "rgb,pointmap,condition"  # which parts to make
+force = False  # rebuild parts that are stale; with fewer than all parts named, those even if they are not
+inspect = False  # only check the recordings: contact sheet in cache_dir, verdict on stdout, exit code 1 if it fails
+encode_batch = 16  # windows a VAE call (1 at full size)
+vae_dtype = "float32"  # float32 | bfloat16
+text_dtype = "bfloat16"  # float32 | bfloat16: float16 overflows in UMT5
+cache_dtype = "float32"  # float32 | bfloat16: of the files
+device = "auto"  # auto | cpu | cuda
+config = configure(globals(), also=("train_i2v_sft.py",))
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PARTS = ("rgb", "pointmap", "condition")
+
+
+def parse_box(text):
+    """ "x0,y0,z0,x1,y1,z1" -> six floats, low corner first; UserError if they are not a box."""
+    try:
+        box = [float(number) for number in text.split(",")]
+    except ValueError:
+        box = []
+    if len(box) != 6 or not all(low < high for low, high in zip(box[:3], box[3:], strict=True)):
+        raise UserError(f"workspace_box={text}: want x0,y0,z0,x1,y1,z1 in metres with x0 < x1, y0 < y1, z0 < z1")
+    return box
+
+
+def percentile_box(demos, num_samples=256):
+    """The box of the training points without `box_percentile` percent at each side of each axis, metres.
+
+    From frames spread evenly over the training demos, the same on every rank.
+    """
+    frames = [
+        (demo, i) for demo, split in demos.splits.items() if split == "train" for i in range(demos.num_frames[demo])
+    ]
+    chosen = [frames[int(i)] for i in np.linspace(0, len(frames) - 1, min(num_samples, len(frames)))]
+    points = []
+    for (demo, frame), view in itertools.product(chosen, demos.views):
+        xyz, valid = demos.points(Window(demo, frame, 1, "train"), view, 1)
+        points.append(xyz[valid][::4])
+    points = np.concatenate(points)
+    if not len(points):
+        raise UserError(f"data={data}: no pixel has a known depth (all 0 or infinite), pointmaps need one")
+    low, high = np.percentile(points, [box_percentile, 100 - box_percentile], axis=0)
+    high = np.maximum(high, low + 0.01)  # a flat scene still needs a height
+    return [round(float(x), 4) for x in (*low, *high)]
+
+
+def run_inspection():
+    """Contact sheet and verdict; UserError if the recordings are not what training expects."""
+    names = view_names(views)
+    demos = RobotDemos(data, names, train_split, val_split, val_demos, pointmaps)
+    suffixes = ("depth", "intrinsics", "extrinsics")
+    has_depth = all(
+        f"{view}_{suffix}" in demos.file[f"data/{demo}/obs"]
+        for demo in demos.splits
+        for view in names
+        for suffix in suffixes
+    )
+    if has_depth and not pointmaps:  # then its shapes are checked as well
+        demos = RobotDemos(data, names, train_split, val_split, val_demos, pointmaps=True)
+    print(f"{data}: {len(demos.splits)} demos, {sum(demos.num_frames.values())} frames, {len(names)} views")
+
+    chosen = [list(demos.splits)[int(i)] for i in np.linspace(0, len(demos.splits) - 1, min(8, len(demos.splits)))]
+    clips = [Window(demo, 0, demos.num_frames[demo], demos.splits[demo]) for demo in chosen if demos.num_frames[demo]]
+    rows, images, cameras = [], {}, {}
+    box = (parse_box(workspace_box) if workspace_box else percentile_box(demos)) if has_depth else None
+    for view in names:
+        rgb = [demos.rgb(clip, view, clip.length) for clip in clips]
+        images[view] = np.concatenate([frames[:: max(len(frames) // 4, 1)] for frames in rgb])
+        rows.append((f"{view} rgb", rgb[0]))
+        if has_depth:
+            camera = [demos.camera(clip, view, clip.length) for clip in clips]
+            spaced = [[array[:: max(len(array) // 4, 1)] for array in clip] for clip in camera]
+            cameras[view] = tuple(np.concatenate(arrays) for arrays in zip(*spaced, strict=True))
+            depth, (xyz, valid) = camera[0][0], demos.points(clips[0], view, clips[0].length)
+            near, far = np.percentile(depth[valid], [1, 99]) if valid.any() else (0, 1)
+            turbo = matplotlib.colormaps["turbo"](np.clip((depth - near) / max(far - near, 1e-6), 0, 1))[..., :3]
+            colours = (normalise_points(torch.from_numpy(xyz), box).numpy() + 1) / 2 * valid[..., None]
+            rows.append((f"{view} depth {near:.2f}..{far:.2f} m", (turbo * 255).astype(np.uint8)))
+            rows.append((f"{view} xyz as colour", (colours * 255).astype(np.uint8)))
+    print(f"contact sheet {video.contact_sheet(Path(cache_dir) / 'inspect.png', rows)}: look whether it is upright")
+
+    if not has_depth:
+        print("verdict       PASS for RGB alone: there is no depth to check the orientation with, so look at the sheet")
+        return
+    print(f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({'given' if workspace_box else 'percentiles'})")
+    lines, faults = geometry.check_geometry(images, cameras)
+    print("\n".join(lines))
+    if faults:
+        raise UserError("verdict FAIL: " + "; ".join(faults))
+    print("verdict       PASS")
+
+
+if inspect:
+    if os.environ.get("RANK", "0") == "0":
+        run_inspection()
+    sys.exit()
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checks: everything that can be wrong is found before a weight is loaded or a file is written
+
+rank, world_size, device = fsdp.init(device)
+root = Path(cache_dir)
+with fsdp.all_ranks_agree():
+    asked = [part.strip() for part in parts.split(",")]
+    if unknown := set(asked) - set(PARTS):
+        raise UserError(f"parts={parts}: {unknown.pop()!r} is none of {', '.join(PARTS)}")
+    for name in ("vae_dtype", "text_dtype", "cache_dtype"):
+        if config[name] not in DTYPES:
+            raise UserError(f"{name}={config[name]}: want {' or '.join(DTYPES)}")
+    if not 0 <= box_percentile < 50:
+        raise UserError(f"box_percentile={box_percentile}: want 0 to below 50")
+    for name in ("window_stride", "encode_batch", "max_text_tokens"):
+        if config[name] < 1:
+            raise UserError(f"{name}={config[name]}: want at least 1")
+    box = parse_box(workspace_box) if workspace_box else None
+    kind = kind_of(model)
+    z_dim, stride = encoders.latent_geometry(model)
+    check_sizes(num_frames, cell_height, cell_width, stride)
+    demos = RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+    windows = demos.windows(num_frames, window_stride, pad_short)
+    prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
+
+    # What is there, what is stale, what is to do: {unit: windows to encode}; the text unit has no windows of its own.
+    units = fingerprints(config, kind)
+    todo, rebuild = {}, []
+    for unit, fingerprint in units.items():
+        if unit.split("/")[0] not in asked:
+            continue
+        differences = fingerprint_differences(root / unit, fingerprint)
+        if differences and not force:
+            raise UserError(f"{root / unit} is stale: {'; '.join(differences)}: --force=True rebuilds it")
+        if differences or (differences == [] and force and len(asked) < len(PARTS)):
+            rebuild.append(unit)
+        there = set() if unit in rebuild else {path.stem for path in (root / unit).glob("*.safetensors")}
+        if unit == "condition/text":
+            todo[unit] = [] if "embeddings" in there else prompts
+        else:
+            todo[unit] = [window for window in windows if window.key not in there]
+
+    def numbers(unit):
+        """How many numbers the unit's missing files will hold."""
+        if unit == "condition/text":
+            return len(todo[unit]) * max_text_tokens * 4096  # UMT5-XXL's width
+        latent_frames = 1 if unit.startswith("condition") and kind != "i2v" else (num_frames - 1) // stride[0] + 1
+        cell = z_dim * latent_frames * (cell_height // stride[1]) * (cell_width // stride[2])
+        return len(todo[unit]) * len(demos.views) * cell
+
+    need = sum(numbers(unit) for unit in todo) * DTYPES[cache_dtype].itemsize
+    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if need > free:
+        raise UserError(
+            f"cache_dir={cache_dir}: want {need / 1e9:.2f} GB, got {free / 1e9:.2f} GB free: choose another disk"
+            + (", or cache_dtype=bfloat16" if cache_dtype == "float32" else "")
+        )
+
+    if todo.get("pointmap") or todo.get("condition/pointmap"):
+        # Every depth frame is read once, a hundredth of the time that encoding takes, so that a NaN in the last demo
+        # is found now and not in an hour.
+        for demo in tqdm(list(demos.splits)[rank::world_size], "check depth", disable=None if rank == 0 else True):
+            for view in demos.views:
+                demos.camera(Window(demo, 0, demos.num_frames[demo], ""), view, demos.num_frames[demo])
+    if pointmaps:
+        box = box or percentile_box(demos)
+
+if rank == 0:
+    splits = list(demos.splits.values())
+    print(f"{data}: {splits.count('train')} train and {splits.count('val')} validation demos, {len(demos.views)} views")
+    print(
+        f"{len(windows)} windows of {num_frames} frames, {len(prompts)} prompts, {kind}, {need / 1e6:.1f} MB to write"
+    )
+    if demos.skipped:
+        print(
+            f"skipped, shorter than {num_frames}: " + ", ".join(f"{demo} ({frames})" for demo, frames in demos.skipped)
+        )
+    if box:
+        print(f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({'given' if workspace_box else 'percentiles'})")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# encode: each rank its share of the windows
+
+fsdp.barrier()  # all have looked at the old state
+with fsdp.all_ranks_agree():
+    if rank == 0:
+        for unit in todo:
+            # The fingerprint goes last, so that a kill in between leaves a unit that is still known to be stale.
+            patterns = ("*.tmp*", "index.json", "*.safetensors", "fingerprint.json") if unit in rebuild else ("*.tmp*",)
+            for path in itertools.chain.from_iterable((root / unit).glob(pattern) for pattern in patterns):
+                path.unlink()
+            write_json(root / unit / "fingerprint.json", units[unit])
+
+
+def cells(unit, window):
+    """The window's cells as the VAE takes them, one a view -> list of 3 f h w in -1..1; f = 1 for a condition."""
+    frames = num_frames
+    if unit.startswith("condition"):
+        window, frames = window._replace(length=1), 1
+    for view in demos.views:
+        if unit.endswith("rgb"):
+            yield rgb_cell(demos.rgb(window, view, frames), cell_height, cell_width, device)
+        else:
+            xyz, valid = demos.points(window, view, frames)
+            yield point_cell(xyz, valid, box, cell_height, cell_width, device)[0]
+
+
+vae = None
+if any(todo[unit] for unit in todo if unit != "condition/text"):
+    vae = encoders.load_vae(model, device, DTYPES[vae_dtype])
+for unit in todo:
+    if unit == "condition/text":
+        continue
+    mine = todo[unit][rank::world_size]
+    start = time.perf_counter()
+    bar = tqdm(total=len(mine), desc=unit, unit="window", disable=None if rank == 0 else True)
+    for batch in (mine[i : i + encode_batch] for i in range(0, len(mine), encode_batch)):
+        pixels = torch.stack([cell for window in batch for cell in cells(unit, window)])  # b*views 3 f h w
+        if unit.startswith("condition"):
+            latents = encoders.encode_condition(vae, pixels[:, :, 0], num_frames, kind)
+        else:
+            latents = encoders.encode(vae, pixels)  # b*views z F h w
+        for window, of_views in zip(batch, latents.split(len(demos.views)), strict=True):
+            if not of_views.isfinite().all():
+                raise UserError(f"{window.key}: got NaN or infinity from the VAE in {vae_dtype}, try vae_dtype=float32")
+            tensors = dict(zip(demos.views, of_views.to(DTYPES[cache_dtype]), strict=True))
+            write_tensors(root / unit / f"{window.key}.safetensors", tensors)
+        bar.update(len(batch))
+    bar.close()
+    if rank == 0:
+        took = f", {time.perf_counter() - start:.1f} s" if mine else ""
+        print(f"{unit}: {len(todo[unit])} windows encoded, {len(windows) - len(todo[unit])} kept{took}")
+fsdp.barrier()
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text, the floor of the point error, and the indices that make the units valid
+
+with fsdp.all_ranks_agree():
+    if rank == 0 and todo.get("condition/text"):
+        tokenizer, text_encoder = encoders.load_text_encoder(model, device, DTYPES[text_dtype])
+        text = encoders.encode_text(tokenizer, text_encoder, prompts, max_text_tokens)  # prompts n d
+        path = root / "condition/text/embeddings.safetensors"
+        write_tensors(path, {"text": text.to(DTYPES[cache_dtype])})
+        print(f"condition/text: {len(prompts)} prompts, {text.shape[1]} tokens of {text.shape[2]} numbers")
+
+    for unit in todo if rank == 0 else ():
+        if unit == "condition/text":
+            prompt_of_demo = {demo: prompts.index(prompt) for demo, prompt in demos.prompts.items()}
+            index = {"prompts": prompts, "prompt_of_demo": prompt_of_demo}
+        else:
+            index = {"windows": windows, "skipped": demos.skipped}
+        if unit == "pointmap":
+            vae = vae or encoders.load_vae(model, device, DTYPES[vae_dtype])
+            errors = []
+            for i in np.linspace(0, len(windows) - 1, min(8, len(windows))):
+                window = windows[int(i)]
+                latents = safetensors.torch.load_file(root / unit / f"{window.key}.safetensors")
+                for view in demos.views:
+                    xyz, valid = demos.points(window, view, num_frames)
+                    points, inside = point_cell(xyz, valid, box, cell_height, cell_width, device)
+                    decoded = encoders.decode(vae, latents[view][None].float())[0]  # 3 f h w
+                    metres = [denormalise_points(x.permute(1, 2, 3, 0), box) for x in (points, decoded)]
+                    errors.append((metres[0] - metres[1]).norm(dim=-1)[inside] * 1000)
+            errors = torch.cat(errors)
+            if not len(errors):
+                raise UserError(
+                    f"workspace_box={workspace_box}: no point lies inside, --inspect=True shows where they are"
+                )
+            index |= {"box": box, "floor_mm": {"median": errors.median().item(), "mean": errors.mean().item()}}
+            print(
+                "VAE round trip of points (the floor): median {median:.2f} mm, mean {mean:.2f} mm".format(
+                    **index["floor_mm"]
+                )
+            )
+        write_json(root / unit / "index.json", index)
+
+if rank == 0:
+    if missing := [unit for unit in units if not (root / unit / "index.json").exists()]:
+        print(f"{root}: still to be made before training: {', '.join(missing)}")
+    else:
+        cache = LatentCache(config, kind)
+        sample = cache.sample(cache.train[0])
+        shapes = ", ".join(f"{name} {tuple(sample[name].shape)}" for name in ("latents", "condition"))
+        print(f"{root}: {len(cache.train)} train and {len(cache.val)} validation windows; {shapes}")
+fsdp.cleanup()

@@ -1,0 +1,112 @@
+"""Sigmas and sampling: the shifted grid, how training draws a noise level and its expert, the ODE sampler.
+
+    sigma = shift u / (1 + (shift - 1) u)       u uniform in [0, 1]: more of the time at high noise for shift > 1
+    dx = velocity dsigma                        integrated from sigma 1 (noise) to 0 (video)
+"""
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import model as wan_model
+
+
+def seeded(device, *key):
+    """A torch.Generator that is a pure function of a key of non-negative ints, e.g. (seed, step, sample).
+
+    Every draw comes from one of these, so that a run doesn't depend on the number of ranks or on interruptions.
+    """
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+    return torch.Generator(device).manual_seed(seed)
+
+
+def randn(shape, *key):
+    """Standard normal numbers, float32, drawn on the CPU: the same on any device."""
+    return torch.randn(shape, generator=seeded("cpu", *key))
+
+
+def shift_sigma(u, shift):
+    """u in [0, 1] -> sigma in [0, 1] (Esser et al. 2024, arXiv 2403.03206, eq. 23)."""
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def unshift_sigma(sigma, shift):
+    """The inverse of shift_sigma."""
+    return sigma / (shift - (shift - 1) * sigma)
+
+
+def sigma_grid(num_steps, shift):
+    """-> num_steps + 1 float32 sigmas from 1 to 0, those of diffusers' FlowMatchEulerDiscreteScheduler(shift=shift)."""
+    u = np.linspace(1.0, np.float32(shift_sigma(np.float64(0.001), shift)), num_steps)
+    return torch.tensor(np.append(shift_sigma(u, shift), 0.0), dtype=torch.float32)
+
+
+# ----------------------------------------------------------------------------- training draws
+
+
+def expert_share(expert, boundary_ratio, shift):
+    """Share of an expert when u is uniform: shift 5, boundary 0.9 -> high 35.7 %."""
+    if expert == "single":
+        return 1.0
+    low = unshift_sigma(boundary_ratio, shift)
+    return 1 - low if expert == "high" else low
+
+
+def draw_expert(experts, boundary_ratio, shift, seed, step):
+    """The expert that all ranks train in a step, drawn by share from a generator they share -> a name of experts."""
+    shares = torch.tensor([expert_share(expert, boundary_ratio, shift) for expert in experts], dtype=torch.float64)
+    return experts[int(torch.multinomial(shares, 1, generator=seeded("cpu", seed, step)))]
+
+
+def draw_sigma(expert, boundary_ratio, shift, generator):
+    """A sigma (float32, on the CPU) from the part of the shifted distribution that belongs to the expert."""
+    u = torch.rand((), generator=generator, dtype=torch.float64)
+    if expert == "single":
+        return shift_sigma(u, shift).float()
+    u_boundary = unshift_sigma(boundary_ratio, shift)
+    if expert == "high":
+        return shift_sigma(u_boundary + (1 - u_boundary) * u, shift).clamp(min=boundary_ratio).float()
+    return shift_sigma(u_boundary * u, shift).clamp(max=boundary_ratio - 1e-6).float()  # float32 stays below
+
+
+def bin_sigmas(expert, boundary_ratio, shift, num_bins):
+    """-> num_bins float32 sigmas, descending: the mid-points of bins of equal probability in the expert's range."""
+    u = 1 - (torch.arange(num_bins, dtype=torch.float64) + 0.5) / num_bins
+    if expert == "single":
+        return shift_sigma(u, shift).float()
+    u_boundary = unshift_sigma(boundary_ratio, shift)
+    return shift_sigma(u_boundary + (1 - u_boundary) * u if expert == "high" else u_boundary * u, shift).float()
+
+
+# ----------------------------------------------------------------------------- sampling
+
+
+def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2):
+    """Velocity with classifier-free guidance: uncond + scale (cond - uncond) (Ho & Salimans, arXiv 2207.12598).
+
+    latents b c f h w; sigma b on the CPU; text and negative_text b n d. guidance_scale is the high expert's (or the
+    single one's), guidance_scale_2 the low one's. At scale 1 the unconditional pass is left out.
+    """
+    low = wan_model.route(wan.boundary_ratio, sigma) == "low"
+    scale = guidance_scale_2 if low else guidance_scale
+    conditional = wan_model.velocity(wan, latents, sigma, condition, text)
+    if scale == 1.0:
+        return conditional
+    unconditional = wan_model.velocity(wan, latents, sigma, condition, negative_text)
+    return unconditional + scale * (conditional - unconditional)
+
+
+@torch.no_grad()
+def sample_ode(wan, noise, condition, text, negative_text, sigmas, guidance_scale, guidance_scale_2, progress=None):
+    """Euler's method on the probability flow: x <- x + velocity (sigma_next - sigma), float32.
+
+    noise b c f h w; sigmas k+1 from sigma_grid; the rest as in guided_velocity. -> latents b c f h w, given frame restored.
+    progress: a label for a progress bar, None for no bar.
+    """
+    latents = noise.float()
+    steps = range(len(sigmas) - 1)
+    for i in tqdm(steps, desc=progress, leave=False, disable=None if progress else True):
+        sigma = sigmas[i].expand(len(latents))
+        v = guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2)
+        latents = latents + v * (sigmas[i + 1] - sigmas[i]).to(v.device)
+    return wan_model.clamp_given(wan, latents, condition)

@@ -1,0 +1,137 @@
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanPipeline
+
+import encoders
+import tiny
+from configurator import UserError
+
+
+@pytest.fixture(scope="module")
+def wan_vae():
+    """A real Wan VAE with random weights, as narrow as it gets, with statistics that would show a swapped sign."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(base_dim=4, z_dim=3, num_res_blocks=1, latents_mean=[0.5, -1.0, 2.0], latents_std=[2.0, 0.5, 3.0])
+    return vae.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """A folder with the tokenizer and text encoder of the tiny world."""
+    folder = tmp_path_factory.mktemp("text")
+    tokenizer, text_encoder = tiny.make_text_encoder(seed=0)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    text_encoder.save_pretrained(folder / "text_encoder")
+    return str(folder)
+
+
+def test_dct_basis_is_orthonormal():
+    for z_dim, stride_t, stride_s in [(16, 4, 4), (192, 4, 4), (24, 2, 8)]:
+        basis = encoders.dct_basis(z_dim, stride_t, stride_s).flatten(1)
+        torch.testing.assert_close(basis @ basis.T, torch.eye(z_dim), atol=1e-6, rtol=0)
+    first = encoders.dct_basis(16, 4, 4)[0]  # the mean of a block, over colours too
+    torch.testing.assert_close(first, torch.full_like(first, 192**-0.5))
+
+
+def test_dct_round_trip(tmp_path):
+    complete = encoders.AutoencoderDCT(z_dim=192, latents_mean=[0.3] * 192, latents_std=[2.0] * 192)
+    pixels = torch.rand(2, 3, 9, 8, 12, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = encoders.encode(complete, pixels)
+    assert latents.shape == (2, 192, 3, 2, 3)
+    torch.testing.assert_close(encoders.decode(complete, latents), pixels, atol=2e-6, rtol=0)
+
+    kept = encoders.AutoencoderDCT(z_dim=16)  # a projection: what it keeps, it keeps exactly
+    once = encoders.decode(kept, encoders.encode(kept, pixels * 0.2))
+    grey = torch.full((1, 3, 5, 8, 8), 0.4)
+    torch.testing.assert_close(encoders.decode(kept, encoders.encode(kept, grey)), grey)
+    assert once.shape == pixels.shape and (once - pixels * 0.2).square().mean() < (pixels * 0.2).square().mean()
+
+    complete.save_pretrained(tmp_path / "vae")
+    assert encoders.latent_geometry(str(tmp_path)) == (192, (4, 4, 4))
+    loaded = encoders.load_vae(str(tmp_path), dtype=torch.bfloat16)
+    assert loaded.dtype == torch.bfloat16 and not loaded.training
+    assert (encoders.decode(loaded, latents) - pixels).abs().mean() < 0.02
+    assert torch.equal(encoders.encode(encoders.load_vae(str(tmp_path)), pixels), latents)
+
+
+def test_encode_and_decode_follow_the_pipeline(wan_vae):
+    pixels = torch.rand(1, 3, 5, 16, 24, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    mean = torch.tensor(wan_vae.config.latents_mean).view(1, 3, 1, 1, 1)
+    std = torch.tensor(wan_vae.config.latents_std).view(1, 3, 1, 1, 1)
+    latents = encoders.encode(wan_vae, pixels)
+    assert latents.shape == (1, 3, 2, 2, 3) and latents.dtype == torch.float32
+    torch.testing.assert_close(latents, (wan_vae.encode(pixels).latent_dist.mode() - mean) / std)
+    # The pipelines keep 1 / std and divide by it.
+    expected = wan_vae.decode(latents / (1 / std) + mean, return_dict=False)[0]
+    torch.testing.assert_close(encoders.decode(wan_vae, latents), expected)
+    assert expected.std() > 1e-3  # the comparison means something
+
+
+@pytest.mark.parametrize("kind, latent_frames", [("i2v", 3), ("ti2v", 1), ("t2v", 1)])
+def test_condition_equals_the_image_to_video_pipeline(wan_vae, kind, latent_frames):
+    pipeline = WanImageToVideoPipeline(
+        tokenizer=None, text_encoder=None, vae=wan_vae, scheduler=FlowMatchEulerDiscreteScheduler(), expand_timesteps=kind != "i2v"
+    )
+    frame = torch.rand(2, 3, 16, 24, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    condition = encoders.encode_condition(wan_vae, frame, 9, kind)
+    assert condition.shape == (2, 3, latent_frames, 2, 3)
+    for row in range(2):
+        expected = pipeline.prepare_latents(
+            frame[row : row + 1], 1, num_channels_latents=3, height=16, width=24, num_frames=9, dtype=torch.float32, device="cpu"
+        )[1]
+        expected = expected[:, 4:] if kind == "i2v" else expected  # the first four channels are the mask
+        torch.testing.assert_close(condition[row : row + 1], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_text_equals_the_pipeline(text_folder, dtype):
+    tokenizer, text_encoder = encoders.load_text_encoder(text_folder, dtype=dtype)
+    assert text_encoder.dtype == dtype
+    pipeline = WanPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=None, scheduler=FlowMatchEulerDiscreteScheduler()
+    )
+    prompts = ["a red ball  moves\nleft", "", "a green ball &amp;amp; more", "a red ball moves right " * 9] * 5
+    embeddings = encoders.encode_text(tokenizer, text_encoder, prompts, 16)
+    expected = pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=16, device="cpu")[0]
+    assert embeddings.dtype == torch.float32
+    torch.testing.assert_close(embeddings, expected.float(), atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-5)
+    assert embeddings[0, 6:].abs().max() == 0 and embeddings[0, :6].abs().sum(-1).min() > 0  # five words and </s>
+    assert embeddings[1, 1:].abs().max() == 0  # the empty prompt is </s> alone
+
+
+def test_text_encoder_that_overflows_is_refused(text_folder):
+    tokenizer, text_encoder = encoders.load_text_encoder(text_folder, dtype=torch.float32)
+    text_encoder.encoder.final_layer_norm.weight[0] = float("nan")
+    with pytest.raises(UserError, match="want bfloat16 or float32"):
+        encoders.encode_text(tokenizer, text_encoder, ["a red ball"], 16)
+
+
+def test_random_models():
+    assert encoders.latent_geometry("random:i2v-a14b") == (16, (4, 8, 8))
+    assert encoders.latent_geometry("random:ti2v-5b") == (48, (4, 16, 16))
+    with torch.device("meta"):  # the parameter counts of the released VAEs
+        counts = [
+            sum(p.numel() for p in AutoencoderKLWan(**config).parameters())
+            for config in (encoders.VAE_2_1, encoders.VAE_2_2)
+        ]
+    assert counts == [126_892_531, 704_688_668]
+
+    tokenizer, text_encoder = encoders.load_text_encoder("random:ti2v-5b")
+    first, second, empty = encoders.encode_text(tokenizer, text_encoder, ["a red ball", "a red cube", ""], 8)
+    again = encoders.encode_text(tokenizer, text_encoder, ["a red ball"], 8)[0]
+    assert first.shape == (8, 4096) and torch.equal(first, again) and not torch.equal(first, second)
+    assert first[4:].abs().max() == 0 and first[3].abs().max() > 0 and empty[1:].abs().max() == 0
+
+
+def test_user_errors_are_one_line(tmp_path):
+    for call in (encoders.latent_geometry, encoders.load_vae, encoders.load_text_encoder):
+        for model in (str(tmp_path / "nothing"), str(tmp_path)):
+            with pytest.raises(UserError, match="can't load its") as error:
+                call(model)
+            assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="want random: and one of i2v-a14b"):
+        encoders.latent_geometry("random:a14b")
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    with pytest.raises(UserError, match="want AutoencoderKLWan or AutoencoderDCT"):
+        encoders.load_vae(str(tmp_path))

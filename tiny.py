@@ -1,0 +1,285 @@
+"""Build the tiny world: everything the scripts need to run in minutes on a laptop, without a download.
+
+    python tiny.py                   # about half a minute on one core, about 50 MB in out/tiny/
+
+    out/tiny/i2v/                    like Wan2.2-I2V-A14B: two experts, 36 input channels, boundary 0.9
+    out/tiny/ti2v/                   like Wan2.2-TI2V-5B: one expert, expand_timesteps
+    out/tiny/t2v/                    like Wan2.2-T2V-A14B: two experts, boundary 0.875
+    out/tiny/robot.hdf5              demonstrations in RoboCasa layout: two views, depth, cameras, language
+    out/tiny/train.jsonl eval.jsonl  prompts with their given images; no prompt of eval is in train
+
+The scene: a coloured ball rolls over a grey table, seen by two cameras; the prompt says colour and direction, such as
+"a red ball moves left". The given frame shows the ball before it moves and says nothing of where it will go.
+
+Direction in the image. left and right mean that the ball's column falls and rises, up and down that its row falls and
+rises, rows counted from the top. The cameras stand AZIMUTH degrees to the left and right of the table's front, so in a
+view the motion is tilted by that much and foreshortened, yet the prompted axis and sign always dominate: over a clip of
+5 frames the ball moves 3.4 to 3.8 pixels of a 16 x 16 cell along it and at most 1.3 across. The scene is grey but for
+the ball, so a pixel's saturation (largest minus smallest channel) says how much of the ball is in it, and its hue which
+ball it is: a centroid weighted by saturation follows the ball, and needs no detector.
+"""
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from PIL import Image
+from torch.nn import functional as F
+from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
+
+from configurator import UserError, configure
+from encoders import AutoencoderDCT
+
+out = "out/tiny"  # folder to write
+num_demos = 624  # demonstrations in robot.hdf5; the last 24 are mask/valid, one of each prompt
+agreement = 1.0  # share of demos that move as their prompt says; the others move any way (a worse teacher, for RL)
+seed = 0  # of the scene and of the initial weights
+
+if __name__ == "__main__":
+    configure(globals())
+
+# The scene, in metres: x to the right, y away from the cameras, z up; the table's centre is the origin of x and y.
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 190, 60),
+    "blue": (50, 80, 230),
+    "yellow": (225, 205, 40),
+    "magenta": (210, 50, 200),
+    "cyan": (40, 195, 205),
+}
+DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, 1.0), "down": (0.0, -1.0)}
+PROMPTS = [(colour, direction) for colour in COLOURS for direction in DIRECTIONS]
+VIEWS = {"robot0_agentview_left": -1, "robot0_agentview_right": 1}  # side of the table's front that the camera is on
+AZIMUTH, ELEVATION, DISTANCE = 18.0, 55.0, 1.1  # degrees, degrees, metres to the table's centre
+IMAGE_SIZE = 32  # pixels; the recipes resize to cells of 16
+FOCAL = 2.0  # focal length in image sizes: the image spans 0.55 m at the table's centre
+TABLE_HEIGHT, TABLE_HALF = 0.8, 0.27  # the table is a thin square above a floor at z = 0
+RADIUS, SPEED = 0.08, 0.035  # of the ball, metres and metres a frame: about 2 pixels and 1 pixel of a 16 x 16 cell
+START = 0.07  # the ball starts within this of the centre, wherever it is to go, so that only the prompt tells
+NUM_FRAMES = (5, 8)  # shortest and longest demonstration
+TABLE_GREY, FLOOR_GREY = 165, 125
+LIGHT = np.array([-0.35, -0.45, 0.82]) / np.linalg.norm([-0.35, -0.45, 0.82])  # unit vector towards the light
+AMBIENT = 0.7  # brightness where no light falls
+
+# The models. Narrower than z * 4 = 64 numbers a token and they could not pass a latent through.
+TRANSFORMER = dict(
+    patch_size=(1, 2, 2),
+    num_attention_heads=4,
+    attention_head_dim=32,
+    out_channels=16,
+    text_dim=64,
+    freq_dim=64,
+    ffn_dim=512,
+    num_layers=3,
+    rope_max_seq_len=128,
+)
+# Whole words keep a prompt within 16 tokens; letters spell any other word.
+WORDS = (
+    "a ball moves left right up down red green blue yellow magenta cyan pick up the red cube and lift it off the table "
+    "place put push pull open close turn on off from to into in under of with door drawer cabinet counter sink robot"
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,;:!?'\"-()"
+
+
+def prompt_of(colour, direction):
+    return f"a {colour} ball moves {direction}"
+
+
+def camera(side):
+    """(K 3 3 in pixels, E 4 4 camera to world) of a view; OpenCV axes: x right, y down, z along the optical axis."""
+    azimuth, elevation = np.radians([AZIMUTH * side, ELEVATION])
+    backward = np.array([np.cos(elevation) * np.sin(azimuth), -np.cos(elevation) * np.cos(azimuth), np.sin(elevation)])
+    forward = -backward
+    right = np.cross(forward, [0.0, 0.0, 1.0])
+    right /= np.linalg.norm(right)
+    extrinsics = np.eye(4)
+    extrinsics[:3, :3] = np.stack([right, np.cross(forward, right), forward], axis=1)
+    extrinsics[:3, 3] = np.array([0.0, 0.0, TABLE_HEIGHT]) + DISTANCE * backward
+    intrinsics = np.array([[FOCAL * IMAGE_SIZE, 0, IMAGE_SIZE / 2], [0, FOCAL * IMAGE_SIZE, IMAGE_SIZE / 2], [0, 0, 1]])
+    return intrinsics, extrinsics
+
+
+def hit_sphere(origins, rays, centres):
+    """Distance along each ray, in units of its length, to the ball around `centres`; infinity where it misses."""
+    offset = origins - centres
+    a, b = (rays * rays).sum(-1), (rays * offset).sum(-1)
+    discriminant = b * b - a * ((offset * offset).sum(-1) - RADIUS**2)
+    nearest = (-b - np.sqrt(np.maximum(discriminant, 0))) / a
+    return np.where((discriminant > 0) & (nearest > 0), nearest, np.inf)
+
+
+def trace(balls, intrinsics, extrinsics, grid):
+    """Cast one ray through each pixel centre of a grid x grid image of each frame.
+
+    balls f 3 metres -> depth f h w (metres along the optical axis), points f h w 3 (world), is_ball f h w
+    """
+    columns = (np.arange(grid) + 0.5) * IMAGE_SIZE / grid  # in pixels of the image that the intrinsics speak of
+    x = (columns[None, :] - intrinsics[0, 2]) / intrinsics[0, 0]
+    y = (columns[:, None] - intrinsics[1, 2]) / intrinsics[1, 1]
+    rays = np.stack(np.broadcast_arrays(x, y, 1.0), axis=-1) @ extrinsics[:3, :3].T  # h w 3; depth 1 per unit
+    origin = extrinsics[:3, 3]
+    to_table = (TABLE_HEIGHT - origin[2]) / rays[..., 2]
+    on_table = (np.abs(origin[:2] + to_table[..., None] * rays[..., :2]) < TABLE_HALF).all(-1)
+    background = np.where(on_table, to_table, -origin[2] / rays[..., 2])  # h w
+    to_ball = hit_sphere(origin, rays, balls[:, None, None])  # f h w
+    depth = np.minimum(to_ball, background)
+    return depth, origin + depth[..., None] * rays, to_ball < background
+
+
+def render(balls, colour, side, supersampling=2):
+    """Ball centres f 3 (metres) and a colour's name -> rgb f h w 3 uint8, depth f h w float32 metres, of one view."""
+    intrinsics, extrinsics = camera(side)
+    _, points, is_ball = trace(balls, intrinsics, extrinsics, IMAGE_SIZE * supersampling)
+    centres = balls[:, None, None]
+    normals = np.where(is_ball[..., None], (points - centres) / RADIUS, [0.0, 0.0, 1.0])
+    light = np.maximum(normals @ LIGHT, 0) / LIGHT[2]  # 1 on the table
+    light[~is_ball & np.isfinite(hit_sphere(points, LIGHT, centres))] = 0  # the ball's shadow
+    on_table = points[..., 2:] > TABLE_HEIGHT - 1e-6
+    albedo = np.where(is_ball[..., None], COLOURS[colour], np.where(on_table, TABLE_GREY, FLOOR_GREY))  # f h w 3
+    rgb = (albedo * (AMBIENT + (1 - AMBIENT) * light[..., None])).clip(0, 255)
+    blocks = rgb.reshape(len(balls), IMAGE_SIZE, supersampling, IMAGE_SIZE, supersampling, 3)
+    depth, _, _ = trace(balls, intrinsics, extrinsics, IMAGE_SIZE)  # at pixel centres, never averaged over an edge
+    return blocks.mean((2, 4)).round().astype(np.uint8), depth.astype(np.float32)
+
+
+def ball_track(direction, num_frames, rng):
+    """Centres f 3 (metres) of a ball that starts near the table's centre and moves straight at SPEED."""
+    start = np.append(rng.uniform(-START, START, 2), TABLE_HEIGHT + RADIUS)
+    velocity = SPEED * np.array([*DIRECTIONS[direction], 0.0])
+    return start + np.arange(num_frames)[:, None] * velocity
+
+
+def make_demo(index, agreement, seed):
+    """Demonstration number `index`, the same whatever their number: (colour, direction of the prompt, balls f 3)."""
+    rng = np.random.default_rng((seed, index))
+    colour, direction = PROMPTS[index % len(PROMPTS)]
+    moves = direction if rng.random() < agreement else str(rng.choice(list(DIRECTIONS)))
+    return colour, direction, ball_track(moves, rng.integers(NUM_FRAMES[0], NUM_FRAMES[1] + 1), rng)
+
+
+def make_robot_hdf5(path, num_demos, agreement=1.0, seed=0):
+    """Write demonstrations in RoboCasa layout, as `prepare_robocasa.py` reads them, with depth and cameras a frame."""
+    compressed = dict(compression="gzip", compression_opts=1)
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        total = 0
+        for index in range(num_demos):
+            colour, direction, balls = make_demo(index, agreement, seed)
+            num_frames = len(balls)
+            velocity = np.gradient(balls, axis=0)
+            demo = data.create_group(f"demo_{index}")
+            demo.attrs["ep_meta"] = json.dumps({"layout_id": 0, "style_id": 0, "lang": prompt_of(colour, direction)})
+            demo.attrs["model_file"] = '<mujoco model="tiny"/>'
+            demo.attrs["num_samples"] = num_frames
+            demo["actions"] = np.pad(velocity, [(0, 0), (0, 4)])  # the 7 numbers of an arm: position, rotation, grip
+            demo["states"] = np.concatenate([balls, velocity], axis=1)
+            demo["rewards"] = np.zeros(num_frames)
+            demo["dones"] = (np.arange(num_frames) == num_frames - 1).astype(np.int64)
+            observations = demo.create_group("obs")
+            observations["object"] = balls
+            for view, side in VIEWS.items():
+                rgb, depth = render(balls, colour, side)
+                observations.create_dataset(f"{view}_image", data=rgb, **compressed)
+                observations.create_dataset(f"{view}_depth", data=depth[..., None], **compressed)
+                for name, matrix in zip(("intrinsics", "extrinsics"), camera(side), strict=True):
+                    matrices = np.tile(matrix.astype(np.float32), (num_frames, 1, 1))
+                    observations.create_dataset(f"{view}_{name}", data=matrices, **compressed)
+            total += num_frames
+        data.attrs["total"] = total
+        data.attrs["env_args"] = json.dumps({"env_name": "TinyBall", "type": 1, "env_kwargs": {"control_freq": 20}})
+        names = np.array([f"demo_{index}" for index in range(num_demos)], dtype="S")
+        num_valid = min(len(PROMPTS), num_demos // 10)
+        file["mask/train"], file["mask/valid"] = np.split(names, [num_demos - num_valid])
+
+
+def make_prompts(folder, seed=0):
+    """Write train.jsonl, eval.jsonl and their images: 5 starts of each prompt for training, 4 for evaluation.
+
+    One prompt of each colour is kept for evaluation, so that every word is trained but no prompt of eval.jsonl is.
+    """
+    rng = np.random.default_rng((seed, 1_000_000))  # away from the demonstrations' starts
+    held_out = {(colour, list(DIRECTIONS)[index % len(DIRECTIONS)]) for index, colour in enumerate(COLOURS)}
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for split, starts in (("train", 5), ("eval", 4)):
+        pairs = [pair for pair in PROMPTS if (pair in held_out) == (split == "eval")] * starts
+        lines = []
+        for index, (colour, direction) in enumerate(pairs):
+            image_path = f"images/{split}_{index:03d}.png"
+            rgb, _ = render(ball_track(direction, 1, rng), colour, VIEWS["robot0_agentview_left"])
+            Image.fromarray(rgb[0]).save(folder / image_path)
+            metadata = {"image_path": image_path, "direction": direction, "colour": colour}
+            lines.append(json.dumps({"input": prompt_of(colour, direction), "metadata": metadata}))
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def make_vae(seed=0):
+    """The DCT autoencoder with the scene's own latent statistics.
+
+    Each channel is divided by the square root of its standard deviation: full whitening would make the high
+    frequencies, which hardly show, as loud as the picture itself; none would drown everything but the mean.
+    """
+    clips = [render(balls[: NUM_FRAMES[0]], colour, side)[0]
+             for colour, _, balls in (make_demo(index, 1.0, seed) for index in range(4 * len(PROMPTS)))
+             for side in VIEWS.values()]  # fmt: skip
+    pixels = torch.from_numpy(np.stack(clips)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1  # b 3 f h w
+    pixels = F.avg_pool3d(pixels, (1, 2, 2))  # the 16 x 16 cells of the recipes
+    latents = AutoencoderDCT().encode(pixels).latent_dist.mode().transpose(0, 1).flatten(1).double()  # z n
+    mean, std = latents.mean(1), latents.std(1).sqrt()
+    return AutoencoderDCT(latents_mean=mean.float().tolist(), latents_std=std.float().tolist())
+
+
+def make_text_encoder(seed=0):
+    """A word tokenizer in T5's format and a small random UMT5 encoder: each prompt has its own embeddings."""
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -9.0)]
+    vocabulary += [(f"▁{word}", -1.0) for word in dict.fromkeys(WORDS.split())]
+    vocabulary += [(letter, -9.0) for letter in LETTERS]
+    vocabulary = list(dict(vocabulary).items())
+    tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0)
+    torch.manual_seed(seed)
+    shape = dict(vocab_size=len(tokenizer), d_model=TRANSFORMER["text_dim"], d_kv=16, d_ff=128, num_heads=4, num_layers=1)
+    return tokenizer, UMT5EncoderModel(UMT5Config(**shape)).eval()
+
+
+def make_transformer(in_channels, seed):
+    torch.manual_seed(seed)
+    return WanTransformer3DModel(in_channels=in_channels, **TRANSFORMER).eval()
+
+
+def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0):
+    """Save one model folder with random experts, by the pipeline class that the released model names. kind as in /out."""
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+    parts = dict(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler)
+    high = make_transformer(36 if kind == "i2v" else 16, seed)
+    low = None if kind == "ti2v" else make_transformer(36 if kind == "i2v" else 16, seed + 1)
+    if kind == "i2v":
+        pipeline = WanImageToVideoPipeline(transformer=high, transformer_2=low, boundary_ratio=0.9, **parts)
+    elif kind == "t2v":
+        pipeline = WanPipeline(transformer=high, transformer_2=low, boundary_ratio=0.875, **parts)
+    else:
+        pipeline = WanPipeline(transformer=high, expand_timesteps=True, **parts)
+    pipeline.save_pretrained(folder)
+
+
+def main():
+    if num_demos < 10 or not 0 <= agreement <= 1:
+        raise UserError(f"num_demos={num_demos} agreement={agreement}: want at least 10, and a share from 0 to 1")
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        make_robot_hdf5(folder / "robot.hdf5", num_demos, agreement, seed)
+        make_prompts(folder, seed)
+        vae = make_vae(seed)
+        tokenizer, text_encoder = make_text_encoder(seed)
+        for kind in ("i2v", "ti2v", "t2v"):
+            make_checkpoint(folder / kind, kind, vae, tokenizer, text_encoder, seed)
+    except OSError as error:
+        raise UserError(f"out={out}: can't write there ({error})") from error
+    print(f"{folder}: {num_demos} demos, {len(PROMPTS)} prompts, models i2v ti2v t2v of "
+          f"{make_transformer(36, 0).num_parameters() / 1e6:.2f} M parameters an expert")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

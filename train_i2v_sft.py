@@ -1,0 +1,375 @@
+"""Fine-tune Wan 2.2 on two-view robot video: both experts in one run, LoRA or full, one process or many.
+
+    python tiny.py && python prepare_robocasa.py && python train_i2v_sft.py         # the tiny world, on a laptop's CPU
+    torchrun --nproc_per_node=4 prepare_robocasa.py config/robocasa_i2v.py --data=demo.hdf5
+    torchrun --nproc_per_node=4 train_i2v_sft.py config/robocasa_i2v.py --data=demo.hdf5
+
+Each step draws ONE expert for all ranks, as often as its share of the shifted noise levels says, and then a noise level
+inside that expert's range for each sample: the joint distribution is the intended one, no expert's parameters are left
+without a gradient, and no rank waits. Every draw is a function of (seed, step, sample), so neither the number of GPUs
+nor an interruption changes a run. The same command again resumes.
+The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the README.
+"""
+
+import math
+import os
+import signal
+import time
+from contextlib import nullcontext
+
+import torch
+from torch.utils.data import DataLoader
+
+import data as robot_data
+import encoders
+import fsdp
+import model as wan_model
+import rollout
+import validate
+from configurator import UserError, configure, save_config
+from plot import MetricsLog, draw_curves
+
+# ----------------------------------------------------------------------------- settings
+# model and output
+model = "out/tiny/i2v"  # diffusers folder, hub id, or random:i2v-a14b | random:ti2v-5b | random:t2v-a14b | random:t2v-1.3b
+out_dir = "out/tiny_i2v"  # everything the run leaves behind
+resume = True  # go on from out_dir's last checkpoint; False: out_dir must hold none
+init_lora = ""  # an exported lora/ folder to start from
+dry_run = False  # print sizes, costs and windows, and stop
+# data: the same names as in prepare_robocasa.py
+data = "out/tiny/robot.hdf5"  # RoboCasa / robomimic HDF5
+cache_dir = "out/tiny/cache_i2v"  # written by prepare_robocasa.py
+views = "robot0_agentview_left,robot0_agentview_right"  # cameras, side by side in this order
+pointmaps = False  # HCPT: a row of XYZ pointmaps under the RGB row
+cell_height = 16  # pixels of one view
+cell_width = 16  # pixels
+num_frames = 5  # frames a clip, 4n+1
+window_stride = 4  # frames between the starts of clips of a demo
+pad_short = False  # hold the last frame of demos shorter than a clip
+train_split = "train"  # mask/<split> to train on
+val_split = "valid"  # mask/<split> held out; "": the last val_demos of train_split
+val_demos = 1  # demos held out where the file has no val_split
+workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres; "": percentiles of the data
+box_percentile = 1.0  # percent of points outside the box on each side
+max_text_tokens = 16  # tokens; Wan 2.2 was trained with 512
+negative_prompt = ""  # unconditional text of classifier-free guidance in validation videos
+keep_in_memory = True  # keep latents after they were read once
+num_workers = 0  # loader processes a rank
+# method
+experts = "both"  # "high" | "low" | "both": which are trained
+boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
+shift = 5.0  # of the noise levels, in training and in sampling
+clamp_first_frame = True  # t2v only: give the first latent frame clean
+text_dropout = 0.1  # probability of an empty prompt, for classifier-free guidance
+lora_rank = 0  # 0: full fine-tuning
+lora_alpha = 0.0  # 0: the rank (scale 1)
+lora_targets = "to_q,to_k,to_v,to_out.0"  # linears by the end of their names; add ffn.net.0.proj,ffn.net.2 for the MLP
+batch_size = 64  # clips a rank and micro-batch
+grad_accum = 1  # micro-batches a step
+max_steps = 1000  # optimizer steps
+lr = 1e-3  # peak learning rate of AdamW
+min_lr = 1e-5  # at the end of the cosine
+warmup_steps = 20  # steps of linear warmup
+weight_decay = 0.01  # of AdamW
+beta2 = 0.99  # of AdamW
+grad_clip = 1.0  # L2 norm
+ema_decay = 0.0  # of the trained parameters, used for validation and export; 0: off
+max_bad_steps = 5  # non-finite steps in a row that end the run
+seed = 0  # of every draw
+# validation
+eval_interval = 250  # steps; 0: only at the end
+num_val_windows = 16  # held-out clips for the validation loss
+val_sigmas = 4  # noise levels an expert, the mid-points of bins of equal probability
+num_val_videos = 2  # held-out clips generated in full; 0: none
+num_inference_steps = 50  # of the sampler
+guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
+guidance_scale_2 = 1.0  # of the low-noise expert
+fps = 8  # frames a second of the videos written
+# system
+device = "auto"  # "auto" | "cpu" | "cuda"
+dtype = "float32"  # "float32" | "bfloat16": frozen weights and matrix products; trainable weights are always float32
+checkpointing = "none"  # "none" | "full" | "selective": what is recomputed in the backward pass
+compile_blocks = False  # torch.compile each transformer block
+dp_replicate = 1  # whole copies of the model, e.g. nodes; the ranks of a copy share it
+peak_tflops = 989.0  # of the GPU in bf16 without sparsity, for mfu (H100, H200: 989; B200: 2250; A100: 312)
+save_interval = 250  # steps between checkpoints
+keep_last = 2  # checkpoints kept; 0: all
+log_interval = 10  # steps between lines
+config = configure(globals(), also=("prepare_robocasa.py", "sample.py"))
+MAY_CHANGE = {  # settings that a resumed run may change
+    "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "num_workers", "max_bad_steps", "eval_interval",
+    "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2", "fps",
+    "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops", "save_interval", "keep_last", "log_interval",
+    "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
+}  # fmt: skip
+
+# ----------------------------------------------------------------------------- checks, before any weight is loaded
+rank, world_size, device = fsdp.init(device)
+is_main = rank == 0
+stop_requested = []
+signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))  # finish the step, save, leave
+torch_dtype = dict(float32=torch.float32, bfloat16=torch.bfloat16).get(dtype)
+global_batch = batch_size * grad_accum * world_size
+lora_alpha = lora_alpha or float(lora_rank)
+
+
+def say(line):
+    if is_main:
+        print(line, flush=True)
+
+
+with fsdp.all_ranks_agree():
+    if torch_dtype is None:
+        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
+    if checkpointing not in ("none", "full", "selective"):
+        raise UserError(f"checkpointing={checkpointing}: want none, full or selective")
+    for name, low in dict(batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, num_val_windows=1,
+                          dp_replicate=1, log_interval=1, lora_rank=0, warmup_steps=0).items():  # fmt: skip
+        if globals()[name] < low:
+            raise UserError(f"{name}={globals()[name]}: want at least {low}")
+    wan = wan_model.describe(model, boundary_ratio)
+    wan.dtype = torch_dtype
+    if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):
+        raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
+                        + ("" if "single" in wan.expert_names else ", high or low"))  # fmt: skip
+    trained = wan.expert_names if experts == "both" else (experts,)
+    z_dim, stride = encoders.latent_geometry(model)
+    robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
+    modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
+    demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+    windows = demos.windows(num_frames, window_stride, pad_short)
+    num_train = sum(window.split == "train" for window in windows)
+    if batch_size * world_size > num_train:
+        raise UserError(f"batch_size={batch_size} on {world_size} ranks: more than the {num_train} training windows; "
+                        "lower batch_size, use fewer ranks or a smaller window_stride")  # fmt: skip
+    latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
+                    len(demos.views) * cell_width // stride[2])  # fmt: skip
+    tokens = wan_model.num_tokens(latent_shape)
+    flops = wan_model.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
+    checkpoint = None if dry_run else fsdp.checkpoint_to_resume(out_dir, resume)
+    meta = fsdp.read_meta(checkpoint) if checkpoint else None
+    if meta:
+        fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
+        if meta["global_batch"] != global_batch:
+            raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
+                            "keep ranks x batch_size x grad_accum")  # fmt: skip
+
+boundary = "" if wan.boundary_ratio is None else f", boundary {wan.boundary_ratio} (timestep {1000 * wan.boundary_ratio:g})"
+shares = {expert: rollout.expert_share(expert, wan.boundary_ratio, shift) for expert in wan.expert_names}
+parameters_each = wan_model.count_parameters(wan.config)
+say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {parameters_each:,} parameters{boundary}, shift {shift:g}")
+say("experts    " + ", ".join(f"{name} {share:.1%} of the steps" for name, share in shares.items()) + f"; trained: {experts}")
+say(f"validation {num_inference_steps} steps, guidance_scale {guidance_scale:g} (high), guidance_scale_2 {guidance_scale_2:g} (low)")
+say(f"grid       {' over '.join(modalities)} x {len(demos.views)} views, latents {latent_shape}, {tokens:,} tokens a clip")
+say(f"data       {num_train} training windows of {num_frames} frames, {len(windows) - num_train} held out, "
+    f"{num_train / global_batch:.1f} steps of {global_batch} clips an epoch")  # fmt: skip
+for demo, frames in demos.skipped:
+    say(f"           skipped {demo}: {frames} frames, shorter than num_frames={num_frames} (pad_short=True holds the last)")
+say(f"cost       {flops / 1e12:,.2f} TFLOP a step and rank without recomputation")
+estimate = wan_model.estimate_memory(
+    wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, torch_dtype, lora_rank,
+    lora_targets, checkpointing)  # fmt: skip
+say("memory     about {:.1f} GB a GPU: weights {weights:.1f}, trained state {state:.1f}, activations {activations:.1f}".format(
+    sum(estimate.values()), **estimate))  # fmt: skip
+if device.type == "cuda" and sum(estimate.values()) > (have := torch.cuda.get_device_properties(device).total_memory / 1e9):
+    say(f"warning    this GPU has {have:.0f} GB: use checkpointing=selective or full, more GPUs, or a smaller clip")
+if dry_run:
+    fsdp.cleanup()
+    raise SystemExit(0)
+
+# ----------------------------------------------------------------------------- data
+with fsdp.all_ranks_agree():
+    cache = robot_data.LatentCache(config, wan.kind)
+
+
+class Clips:
+    """The training windows' latents, read when asked for; with keep_in_memory only the first time."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def __getitem__(self, index):
+        if index in self.kept:
+            return self.kept[index]
+        sample = cache.sample(cache.train[index])
+        if keep_in_memory:
+            self.kept[index] = sample
+        return sample
+
+
+def rank_slice(micro):
+    """Positions in a step's global batch that this rank takes in a micro-batch."""
+    start = (micro * world_size + rank) * batch_size
+    return range(start, start + batch_size)
+
+
+def indices_from(step):
+    """Endless lists of training indices, one a micro-batch, from a step on: the data cursor is the step itself."""
+    while True:
+        batch = robot_data.batch_indices(len(cache.train), global_batch, step, seed)
+        for micro in range(grad_accum):
+            yield [batch[position] for position in rank_slice(micro)]
+        step += 1
+
+
+# ----------------------------------------------------------------------------- model, LoRA, sharding
+mesh = fsdp.make_mesh(device, dp_replicate)
+loaded = wan.expert_names if num_val_videos > 0 else trained
+for expert in loaded:
+    transformer = wan_model.load_transformer(wan, expert, device, torch_dtype if lora_rank else torch.float32, seed)
+    if expert in trained and lora_rank:
+        torch.manual_seed(seed)  # A is drawn, the same on all ranks; B is 0
+        wan_model.add_lora(transformer, lora_rank, lora_alpha, lora_targets)
+        if init_lora and not checkpoint:
+            tensors, *_ = wan_model.read_lora(init_lora, expert)
+            wan_model.load_lora(transformer, tensors, init_lora)
+    elif expert in trained:
+        transformer.requires_grad_(True)
+    transformer.to(device)
+    fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
+    wan.experts[expert] = fsdp.shard(transformer, mesh)
+parameters = wan_model.trainable_parameters(wan)
+say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors, "
+    f"{f'LoRA rank {lora_rank}, alpha {lora_alpha:g}' if lora_rank else 'full'}, on {world_size} x {device.type}")  # fmt: skip
+
+# ----------------------------------------------------------------------------- optimizer, resume
+optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, fused=device.type == "cuda")
+ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
+start_step = skipped_steps = 0
+
+
+def lr_at(step):
+    """Linear warmup, then a cosine from lr to min_lr at max_steps."""
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
+    return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+if checkpoint:
+    saved = fsdp.saved_names(checkpoint)
+    fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, saved))
+    start_step, skipped_steps = meta["step"], meta["skipped_steps"]
+    say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
+with fsdp.all_ranks_agree():
+    if is_main:
+        save_config(out_dir, config)
+        metrics = MetricsLog(out_dir, start_step)
+
+# ----------------------------------------------------------------------------- validate, save
+
+
+def evaluate(step, videos):
+    """Held-out loss and, with videos, whole clips by the two-expert sampler; printed, logged, drawn."""
+    started = time.time()
+    with ema.swapped_in() if ema else nullcontext():
+        row = validate.held_out_loss(wan, cache, trained, config, rank, world_size, device)
+        if videos and num_val_videos > 0:
+            row |= validate.held_out_videos(wan, cache, demos, config, step, rank, world_size, device)
+    shown = {name: value for name, value in row.items() if "sigma" not in name}
+    say(f"eval {step:04d}/{max_steps} | " + " | ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        + f" | {time.time() - started:.1f} s")  # fmt: skip
+    if is_main:
+        metrics.write({"step": step, **row})
+        draw_curves(out_dir)
+
+
+def save(step):
+    """A checkpoint to resume from and, with LoRA, the adapters for other tools."""
+    fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), keep_last=keep_last,
+                         meta=dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), global_batch=global_batch,
+                                   world_size=world_size, config=config))  # fmt: skip
+    if lora_rank:
+        whole = whole_tensors()
+        if is_main:
+            adapters = {expert: {wan_model.adapter_name(n): t for n, t in tensors.items()} for expert, tensors in whole.items()}
+            wan_model.export_lora(os.path.join(out_dir, "lora"), adapters, lora_rank, lora_alpha, lora_targets)
+
+
+def whole_tensors():
+    """{expert: {name: whole cpu tensor}} of what was trained (its average with EMA) on rank 0. Collective."""
+    whole = {expert: {} for expert in trained}
+    for name, tensor in fsdp.gather(ema.shadow if ema else parameters).items():
+        expert, name = name.split(".", 1)
+        whole[expert][name] = tensor
+    return whole
+
+
+# ----------------------------------------------------------------------------- the loop
+loader = DataLoader(Clips(), batch_sampler=indices_from(start_step), num_workers=num_workers, collate_fn=list,
+                    persistent_workers=num_workers > 0)  # fmt: skip
+batches = iter(loader)
+bad_steps = 0
+if start_step == 0:
+    evaluate(0, videos=False)
+
+for step in range(start_step, max_steps):
+    started = time.time()
+    for group in optimizer.param_groups:
+        group["lr"] = lr_at(step)
+    expert = rollout.draw_expert(trained, wan.boundary_ratio, shift, seed, step)
+    step_loss = step_sigma = loading = 0.0
+    for micro in range(grad_accum):
+        waited = time.time()
+        samples = next(batches)
+        loading += time.time() - waited
+        latents, condition, text = robot_data.collate(samples, cache.text, device, validate.gives_frame(wan, config))
+
+        # each sample's draws come from its own generator: (seed, step, position in the global batch)
+        generators = [rollout.seeded("cpu", seed, step, position) for position in rank_slice(micro)]
+        sigma = torch.stack([rollout.draw_sigma(expert, wan.boundary_ratio, shift, g) for g in generators])  # b
+        dropped = [torch.rand((), generator=g).item() < text_dropout for g in generators]
+        noise = torch.stack([torch.randn(latents.shape[1:], generator=g) for g in generators]).to(device)  # b c f h w
+        text[dropped] = cache.text[cache.empty_index].to(device)
+
+        loss = validate.velocity_error(wan, latents, noise, sigma, condition, text).mean()
+        (loss / grad_accum).backward()
+        step_loss += loss.item() / grad_accum
+        step_sigma += sigma.mean().item() / grad_accum
+
+    grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
+    step_loss, step_sigma, stops, loading = (
+        total / world_size for total in fsdp.reduce_sum([step_loss, step_sigma, float(bool(stop_requested)), loading])
+    )
+    finite = math.isfinite(step_loss) and math.isfinite(grad_norm)  # the same on all ranks
+    if finite:
+        optimizer.step()
+        if ema:
+            ema.update()
+    optimizer.zero_grad(set_to_none=True)
+    skipped_steps += not finite
+    bad_steps = 0 if finite else bad_steps + 1
+    if not finite:
+        keys = [cache.train[i].key for i in robot_data.batch_indices(len(cache.train), global_batch, step, seed)]
+        say(f"step {step + 1}: loss {step_loss}, gradient norm {grad_norm}: skipped on all ranks; its clips: {', '.join(keys[:8])}")
+        if bad_steps >= max_bad_steps:
+            raise UserError(f"{bad_steps} non-finite steps in a row, last with {keys[0]}: lower lr, or prepare that demo again")
+
+    done = step + 1
+    if done % log_interval == 0 or done == max_steps or stops:
+        ms = 1000 * (time.time() - started)
+        row = dict(step=done, expert=expert, loss=step_loss, sigma=step_sigma, grad_norm=grad_norm, lr=lr_at(step), ms=ms,
+                   load_ms=1000 * loading, skipped_steps=skipped_steps)  # fmt: skip
+        line = (f"step {done:04d}/{max_steps} | {expert:6s} | loss {step_loss:.4f} | sigma {step_sigma:.2f} | gnorm {grad_norm:.2f}"
+                f" | lr {lr_at(step):.1e} | {ms:.0f} ms")  # fmt: skip
+        if device.type == "cuda":
+            row |= dict(mfu=flops / (ms / 1000) / (peak_tflops * 1e12), gb=torch.cuda.max_memory_allocated() / 1e9)
+            line += f" | mfu {row['mfu']:.0%} | {row['gb']:.1f} GB"
+        say(line)
+        if is_main:
+            metrics.write(row)
+    if stops:
+        say("stopping: SIGTERM; the same command resumes")
+    elif (eval_interval and done % eval_interval == 0) or done == max_steps:
+        evaluate(done, videos=True)
+    if stops or (save_interval and done % save_interval == 0) or done == max_steps:
+        save(done)
+    if stops:
+        break
+else:
+    if not lora_rank:
+        whole = whole_tensors()
+        if is_main:
+            wan_model.export_model(os.path.join(out_dir, "model"), wan, whole)
+            say(f"exported   {out_dir}/model, a complete diffusers folder")
+fsdp.cleanup()

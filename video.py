@@ -1,0 +1,116 @@
+"""Frames to mp4 and contact sheet, and how near two videos are. Frames are `f h w c`: uint8, or floats in 0..1."""
+
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+
+MIN_SIDE = 256  # pixels: smaller videos are enlarged by a whole factor, so that players show them sharp
+CELL_SIDES = (128, 384)  # pixels: least and greatest longer side of a frame in a contact sheet
+SSIM_WINDOW, SSIM_STD = 11, 1.5  # pixels
+
+
+def to_uint8(pixels):
+    """Pixels in -1..1 [... 3 f h w] -> uint8 numpy frames [... f h w 3], rounded to the nearest level."""
+    frames = pixels.detach().float().movedim(-4, -1)  # ... f h w 3
+    return ((frames + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+
+
+def write_mp4(path, frames, fps):
+    """Write uint8 frames [f h w 3] as H.264 that every browser plays; returns the path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    factor = -(-MIN_SIDE // max(frames.shape[1:3]))
+    frames = _enlarge(np.asarray(frames), factor)
+    height, width = frames.shape[1:3]
+    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # 4:2:0 wants even sizes
+    size = (frames.shape[2], frames.shape[1])
+    writer = imageio_ffmpeg.write_frames(path, size, fps=fps, quality=8, macro_block_size=2, ffmpeg_log_level="error")
+    writer.send(None)
+    for frame in frames:
+        writer.send(np.ascontiguousarray(frame))
+    writer.close()
+    return path
+
+
+def contact_sheet(path, rows, num_columns=6):
+    """Write a PNG of labelled rows; returns the path.
+
+    rows: list of (label, uint8 frames [f h w 3]). Each row shows up to num_columns frames evenly spaced in time, the
+    first and the last among them, under their frame numbers. Rows may differ in size and in length.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    font, gap = ImageFont.load_default(size=14), 6
+    strips = []
+    for label, frames in rows:
+        indices = np.linspace(0, len(frames) - 1, min(num_columns, len(frames))).round().astype(int)
+        strips.append((label, indices, [_cell(frames[index]) for index in indices]))
+    gutter = int(max(font.getlength(label) for label, _, _ in strips)) + 2 * gap
+    width = gutter + max(len(cells) * (cells[0].width + gap) for _, _, cells in strips)
+    height = sum(cells[0].height + 20 for _, _, cells in strips) + gap
+    sheet = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(sheet)
+    top = 20
+    for label, indices, cells in strips:
+        draw.text((gap, top + cells[0].height // 2), label, "black", font, anchor="lm")
+        for column, (index, cell) in enumerate(zip(indices, cells, strict=True)):
+            left = gutter + column * (cell.width + gap)
+            draw.text((left, top - 3), str(index), "gray", font, anchor="ls")
+            sheet.paste(cell, (left, top))
+        top += cells[0].height + 20
+    sheet.save(path)
+    return path
+
+
+def psnr(a, b):
+    """Peak signal-to-noise ratio of two videos [f h w c] in dB, from the squared error over all of it; 100 if equal."""
+    error = (_unit(a) - _unit(b)).square().mean().item()
+    return -10 * float(np.log10(max(error, 1e-10)))
+
+
+def ssim(a, b):
+    """Structural similarity of two videos [f h w c], mean over frames and channels (Wang et al. 2004, eq. 13).
+
+    11 x 11 Gaussian window of standard deviation 1.5, whole windows only, K1 = 0.01, K2 = 0.03.
+    """
+    a, b = _unit(a), _unit(b)
+    if min(a.shape[1:3]) < SSIM_WINDOW:
+        raise ValueError(f"frames of {a.shape[1]} x {a.shape[2]}: SSIM wants at least {SSIM_WINDOW} x {SSIM_WINDOW}")
+    offsets = torch.arange(SSIM_WINDOW, dtype=torch.float64, device=a.device) - SSIM_WINDOW // 2
+    window = torch.exp(-offsets.square() / (2 * SSIM_STD**2))
+    window = window / window.sum()
+
+    def blur(images):  # c h w; the window is separable
+        rows = F.conv2d(images[:, None], window[None, None, None])
+        return F.conv2d(rows, window[None, None, :, None])[:, 0]
+
+    c1, c2 = 0.01**2, 0.03**2
+    scores = []
+    for x, y in zip(a.movedim(-1, 1), b.movedim(-1, 1), strict=True):  # c h w: a frame at a time bounds the memory
+        mean_x, mean_y = blur(x), blur(y)
+        var_x, var_y, cov = blur(x * x) - mean_x**2, blur(y * y) - mean_y**2, blur(x * y) - mean_x * mean_y
+        luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
+        scores.append((luminance * (2 * cov + c2) / (var_x + var_y + c2)).mean())
+    return torch.stack(scores).mean().item()
+
+
+def _unit(frames):
+    """uint8, or floats in 0..1 -> float64 in 0..1."""
+    frames = torch.as_tensor(frames)
+    return frames.double() / 255 if frames.dtype == torch.uint8 else frames.double()
+
+
+def _enlarge(frames, factor):
+    return frames.repeat(factor, axis=1).repeat(factor, axis=2) if factor > 1 else frames
+
+
+def _cell(frame):
+    """One uint8 frame [h w 3] as an image of a readable size: a whole factor up, or smoothly down."""
+    low, high = CELL_SIDES
+    image = Image.fromarray(_enlarge(np.asarray(frame)[None], -(-low // max(frame.shape[:2])))[0])
+    image.thumbnail((high, high), Image.Resampling.LANCZOS)
+    return image
