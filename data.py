@@ -84,7 +84,7 @@ class RobotDemos:
         """Opened once a process: an HDF5 handle that crosses a fork reads garbage."""
         if self._pid != os.getpid():
             try:
-                self._file, self._pid = h5py.File(self.path, "r", locking=False), os.getpid()
+                self._file, self._pid = h5py.File(self.path, "r"), os.getpid()
             except OSError as error:
                 what = f"not a whole HDF5 file ({_first_line(error)}): copy it again"
                 raise UserError(f"data={self.path}: {what if os.path.isfile(self.path) else 'no such file'}") from None
@@ -275,7 +275,7 @@ def check_sizes(num_frames, cell_height, cell_width, stride):
         if size % multiple or size <= 0:
             below = max(size // multiple, 1) * multiple
             raise UserError(f"{name}={size}: want a multiple of {multiple} ({below} or {below + multiple})")
-    if num_frames % stride[0] != 1 or num_frames < 1:
+    if (num_frames - 1) % stride[0] or num_frames < 1:
         below = max((num_frames - 1) // stride[0], 0) * stride[0] + 1
         raise UserError(f"num_frames={num_frames}: want {stride[0]}n+1 ({below} or {below + stride[0]})")
 
@@ -289,9 +289,9 @@ def check_sizes(num_frames, cell_height, cell_width, stride):
 
 
 def fingerprints(config, kind):
-    """{unit: {name: value}} of everything that shapes the units the settings want; kind is "i2v" | "ti2v" | "t2v".
+    """{unit: {name: value}} of all that shapes the units these settings want; kind is "i2v" | "ti2v" | "t2v".
 
-    Settings that only prepare_robocasa.py has (dtypes) are compared where they are known.
+    The trainer does not have prepare_robocasa.py's dtypes: what a config lacks is not compared.
     """
 
     def known(*names):
@@ -329,10 +329,9 @@ def content_hash(paths, num_blocks=64, block_size=1 << 16):
 def weights_identity(model, *parts):
     """What stands for parts of a checkpoint in a fingerprint: its files' content, a hub id's commit, "random:NAME"."""
     if model.startswith("random:"):
-        return model
+        return ":".join(model.split(":")[:2])  # random:NAME:num_layers
     if os.path.isdir(model):
-        files = [path for part in parts for path in sorted(Path(model, part).glob("*")) if path.is_file()]
-        return content_hash(files)
+        return content_hash(path for part in parts for path in sorted(Path(model, part).glob("*")) if path.is_file())
     try:
         config = Path(hf_hub_download(model, f"{parts[0]}/config.json"))  # .../snapshots/<commit>/<part>/config.json
     except (OSError, ValueError) as error:
@@ -345,9 +344,9 @@ def fingerprint_differences(folder, expected):
     try:
         stored = json.loads((folder / "fingerprint.json").read_text())
     except FileNotFoundError:
-        return None
+        return ["it has no fingerprint.json"] if any(folder.glob("*.safetensors")) else None
     except ValueError:
-        return ["fingerprint.json is damaged"]
+        return ["its fingerprint.json is damaged"]
     changed = [name for name, value in expected.items() if stored.get(name) != value]
     return [f"{name} was {stored.get(name)}, now {expected[name]}" for name in changed]
 
@@ -370,8 +369,8 @@ def write_tensors(path, tensors):
     write_atomic(path, safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}))
 
 
-def write_json(path, value):
-    write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+def write_json(path, value, indent=None):
+    write_atomic(path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode())
 
 
 class LatentCache:
@@ -435,12 +434,11 @@ class LatentCache:
 
 
 def collate(samples, text, device, given=True):
-    """Samples of a LatentCache -> latents b z F H W, condition b z F|1 H W (None unless given), text b n d, on device."""
-    latents = torch.stack([sample["latents"] for sample in samples]).to(device, non_blocking=True)
-    condition = (
-        torch.stack([sample["condition"] for sample in samples]).to(device, non_blocking=True) if given else None
-    )
-    return latents, condition, text[[sample["prompt_index"] for sample in samples]].to(device, non_blocking=True)
+    """Samples of a LatentCache -> latents b z F H W, condition b z F H W (b z 1 H W; None unless given), text b n d."""
+    names = ("latents", "condition") if given else ("latents",)
+    batch = [torch.stack([sample[name] for sample in samples]).to(device, non_blocking=True) for name in names]
+    text = text[[sample["prompt_index"] for sample in samples]].to(device, non_blocking=True)
+    return batch[0], batch[1] if given else None, text
 
 
 @lru_cache(maxsize=4)

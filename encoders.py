@@ -91,10 +91,15 @@ def latent_geometry(model):
     return config.get("z_dim", 16), (stride_t, stride_s, stride_s)
 
 
+def random_name(model):
+    """ "random:NAME" or "random:NAME:layers" -> NAME."""
+    return model.split(":")[1]
+
+
 def vae_config(model):
     """Configuration dict of a model's VAE, `_class_name` included."""
     if model.startswith("random:"):
-        name = model.removeprefix("random:")
+        name = random_name(model)
         if name not in RANDOM_VAES:
             raise UserError(f"model={model}: want random: and one of {', '.join(RANDOM_VAES)}")
         return {"_class_name": "AutoencoderKLWan", **RANDOM_VAES[name]}
@@ -110,7 +115,7 @@ def load_vae(model, device="cpu", dtype=torch.float32):
         raise UserError(f"model={model}: its VAE is {config.get('_class_name')}: want {' or '.join(classes)}")
     if model.startswith("random:"):
         with torch.device(device):  # initialise there: 0.7 B numbers take long on a CPU
-            vae = AutoencoderKLWan(**RANDOM_VAES[model.removeprefix("random:")])
+            vae = AutoencoderKLWan(**RANDOM_VAES[random_name(model)])
         vae = torch.nn.Module.to(vae, dtype)  # diffusers' own .to warns of modules to keep in float32; a VAE has none
     else:
         with user_errors(model, "vae"):
@@ -181,7 +186,7 @@ def encode_text(tokenizer, text_encoder, prompts, max_text_tokens):
                            return_attention_mask=True, return_tensors="pt").to(text_encoder.device)  # fmt: skip
         hidden = text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state.float()  # b n d
         if not hidden.isfinite().all():
-            raise UserError(f"got NaN or infinity from the text encoder in {text_encoder.dtype}: want bfloat16 or float32")
+            raise UserError(f"text encoder in {text_encoder.dtype}: got NaN or infinity, want bfloat16 or float32")
         # Zero the padding AFTER the encoder: it gives padded positions values, and Wan was trained without them.
         embeddings.append(hidden * tokens.attention_mask[:, :, None])
     return torch.cat(embeddings)

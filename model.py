@@ -314,10 +314,15 @@ def export_lora(folder, adapters, rank, alpha, targets):
     os.replace(temporary, folder)
 
 
+def has_lora(folder, expert):
+    """Whether an exported folder holds an adapter for the expert."""
+    return os.path.isfile(os.path.join(folder, f"{LORA_FILES[expert]}.safetensors"))
+
+
 def read_lora(folder, expert):
     """-> ({"blocks.0.attn1.to_q.lora_A.weight": tensor}, rank, alpha, targets) from an exported folder."""
     path = os.path.join(folder, f"{LORA_FILES[expert]}.safetensors")
-    if not os.path.isfile(path):
+    if not has_lora(folder, expert):
         raise UserError(f"lora={folder}: no {LORA_FILES[expert]}.safetensors in it; want a lora/ folder that a run exported")
     with safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))

@@ -13,7 +13,6 @@ Data: data/demo_N/obs/<view>_image uint8 (frames, h, w, 3), data/demo_N.attrs["e
 Expect, on one H200 with the VAE of A14B in float32, about 1.5 s a window of 81 frames, two views and one modality.
 """
 
-import itertools
 import os
 import shutil
 import sys
@@ -78,7 +77,7 @@ cache_dtype = "float32"  # float32 | bfloat16: of the files
 device = "auto"  # auto | cpu | cuda
 config = configure(globals(), also=("train_i2v_sft.py",))
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("rgb", "pointmap", "condition")
 
 
@@ -93,46 +92,51 @@ def parse_box(text):
     return box
 
 
-def percentile_box(demos, num_samples=256):
-    """The box of the training points without `box_percentile` percent at each side of each axis, metres.
-
-    From frames spread evenly over the training demos, the same on every rank.
-    """
-    frames = [
-        (demo, i) for demo, split in demos.splits.items() if split == "train" for i in range(demos.num_frames[demo])
-    ]
-    chosen = [frames[int(i)] for i in np.linspace(0, len(frames) - 1, min(num_samples, len(frames)))]
+def sample_points(demos, num_samples=100):
+    """World points n 3 in metres from frames spread evenly over the training demos, the same on every rank."""
+    train = [demo for demo in demos.splits if demos.splits[demo] == "train"]
+    frames = [Window(demo, i, 1, "train") for demo in train for i in range(demos.num_frames[demo])]
     points = []
-    for (demo, frame), view in itertools.product(chosen, demos.views):
-        xyz, valid = demos.points(Window(demo, frame, 1, "train"), view, 1)
-        points.append(xyz[valid][::4])
+    for i in np.linspace(0, len(frames) - 1, min(num_samples, len(frames)), dtype=int):
+        for view in demos.views:
+            xyz, valid = demos.points(frames[i], view, 1)
+            points.append(xyz[valid][::4])
     points = np.concatenate(points)
     if not len(points):
         raise UserError(f"data={data}: no pixel has a known depth (all 0 or infinite), pointmaps need one")
-    low, high = np.percentile(points, [box_percentile, 100 - box_percentile], axis=0)
-    high = np.maximum(high, low + 0.01)  # a flat scene still needs a height
-    return [round(float(x), 4) for x in (*low, *high)]
+    return points
+
+
+def make_box(demos):
+    """-> (workspace box x0 y0 z0 x1 y1 z1 in metres, given or percentiles; a line that says so)."""
+    points = sample_points(demos)
+    if workspace_box:
+        box, source = parse_box(workspace_box), "given"
+    else:
+        low, high = np.percentile(points, [box_percentile, 100 - box_percentile], axis=0)
+        high = np.maximum(high, low + 0.01)  # a flat scene still needs a height
+        box, source = [round(float(x), 4) for x in (*low, *high)], "percentiles"
+    share = ((points >= box[:3]) & (points <= box[3:])).all(1).mean()
+    if share == 0:
+        spans = ", ".join(f"{low:.2f}..{high:.2f}" for low, high in zip(points.min(0), points.max(0), strict=True))
+        raise UserError(f"workspace_box={workspace_box}: holds none of the points, which span {spans} metres")
+    return box, f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({source}), holds {share:.0%} of the points"
 
 
 def run_inspection():
     """Contact sheet and verdict; UserError if the recordings are not what training expects."""
     names = view_names(views)
     demos = RobotDemos(data, names, train_split, val_split, val_demos, pointmaps)
-    suffixes = ("depth", "intrinsics", "extrinsics")
-    has_depth = all(
-        f"{view}_{suffix}" in demos.file[f"data/{demo}/obs"]
-        for demo in demos.splits
-        for view in names
-        for suffix in suffixes
-    )
-    if has_depth and not pointmaps:  # then its shapes are checked as well
+    there = demos.file[f"data/{next(iter(demos.splits))}/obs"]
+    has_depth = all(f"{view}_{name}" in there for view in names for name in ("depth", "intrinsics", "extrinsics"))
+    if has_depth and not pointmaps:  # look at it all the same
         demos = RobotDemos(data, names, train_split, val_split, val_demos, pointmaps=True)
     print(f"{data}: {len(demos.splits)} demos, {sum(demos.num_frames.values())} frames, {len(names)} views")
 
-    chosen = [list(demos.splits)[int(i)] for i in np.linspace(0, len(demos.splits) - 1, min(8, len(demos.splits)))]
-    clips = [Window(demo, 0, demos.num_frames[demo], demos.splits[demo]) for demo in chosen if demos.num_frames[demo]]
+    clips = [Window(demo, 0, demos.num_frames[demo], split) for demo, split in demos.splits.items()]
+    clips = [clips[i] for i in np.linspace(0, len(clips) - 1, min(8, len(clips)), dtype=int)]
     rows, images, cameras = [], {}, {}
-    box = (parse_box(workspace_box) if workspace_box else percentile_box(demos)) if has_depth else None
+    box, box_line = make_box(demos) if has_depth else (None, "")
     for view in names:
         rgb = [demos.rgb(clip, view, clip.length) for clip in clips]
         images[view] = np.concatenate([frames[:: max(len(frames) // 4, 1)] for frames in rgb])
@@ -152,9 +156,8 @@ def run_inspection():
     if not has_depth:
         print("verdict       PASS for RGB alone: there is no depth to check the orientation with, so look at the sheet")
         return
-    print(f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({'given' if workspace_box else 'percentiles'})")
     lines, faults = geometry.check_geometry(images, cameras)
-    print("\n".join(lines))
+    print(box_line, *lines, sep="\n")
     if faults:
         raise UserError("verdict FAIL: " + "; ".join(faults))
     print("verdict       PASS")
@@ -167,6 +170,16 @@ if inspect:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # checks: everything that can be wrong is found before a weight is loaded or a file is written
+
+
+def numbers_in(unit, count):
+    """How many numbers `count` windows (or prompts) of a unit are."""
+    if unit == "condition/text":
+        return count * max_text_tokens * 4096  # UMT5-XXL's width
+    latent_frames = 1 if unit.startswith("condition") and kind != "i2v" else (num_frames - 1) // stride[0] + 1
+    cell = z_dim * latent_frames * (cell_height // stride[1]) * (cell_width // stride[2])
+    return count * len(demos.views) * cell
+
 
 rank, world_size, device = fsdp.init(device)
 root = Path(cache_dir)
@@ -182,7 +195,6 @@ with fsdp.all_ranks_agree():
     for name in ("window_stride", "encode_batch", "max_text_tokens"):
         if config[name] < 1:
             raise UserError(f"{name}={config[name]}: want at least 1")
-    box = parse_box(workspace_box) if workspace_box else None
     kind = kind_of(model)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, cell_height, cell_width, stride)
@@ -190,7 +202,7 @@ with fsdp.all_ranks_agree():
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
 
-    # What is there, what is stale, what is to do: {unit: windows to encode}; the text unit has no windows of its own.
+    # What is stale, and what is still to do: {unit: windows to encode}, prompts for the text.
     units = fingerprints(config, kind)
     todo, rebuild = {}, []
     for unit, fingerprint in units.items():
@@ -201,23 +213,15 @@ with fsdp.all_ranks_agree():
             raise UserError(f"{root / unit} is stale: {'; '.join(differences)}: --force=True rebuilds it")
         if differences or (differences == [] and force and len(asked) < len(PARTS)):
             rebuild.append(unit)
-        there = set() if unit in rebuild else {path.stem for path in (root / unit).glob("*.safetensors")}
+        done = set() if unit in rebuild else {path.stem for path in (root / unit).glob("*.safetensors")}
         if unit == "condition/text":
-            todo[unit] = [] if "embeddings" in there else prompts
+            todo[unit] = [] if "embeddings" in done else prompts
         else:
-            todo[unit] = [window for window in windows if window.key not in there]
+            todo[unit] = [window for window in windows if window.key not in done]
 
-    def numbers(unit):
-        """How many numbers the unit's missing files will hold."""
-        if unit == "condition/text":
-            return len(todo[unit]) * max_text_tokens * 4096  # UMT5-XXL's width
-        latent_frames = 1 if unit.startswith("condition") and kind != "i2v" else (num_frames - 1) // stride[0] + 1
-        cell = z_dim * latent_frames * (cell_height // stride[1]) * (cell_width // stride[2])
-        return len(todo[unit]) * len(demos.views) * cell
-
-    need = sum(numbers(unit) for unit in todo) * DTYPES[cache_dtype].itemsize
-    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    need = sum(numbers_in(unit, len(items)) for unit, items in todo.items()) * DTYPES[cache_dtype].itemsize
+    exists = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(exists).free
     if need > free:
         raise UserError(
             f"cache_dir={cache_dir}: want {need / 1e9:.2f} GB, got {free / 1e9:.2f} GB free: choose another disk"
@@ -230,21 +234,17 @@ with fsdp.all_ranks_agree():
         for demo in tqdm(list(demos.splits)[rank::world_size], "check depth", disable=None if rank == 0 else True):
             for view in demos.views:
                 demos.camera(Window(demo, 0, demos.num_frames[demo], ""), view, demos.num_frames[demo])
-    if pointmaps:
-        box = box or percentile_box(demos)
+    box, box_line = make_box(demos) if pointmaps else (None, "")
 
 if rank == 0:
     splits = list(demos.splits.values())
     print(f"{data}: {splits.count('train')} train and {splits.count('val')} validation demos, {len(demos.views)} views")
-    print(
-        f"{len(windows)} windows of {num_frames} frames, {len(prompts)} prompts, {kind}, {need / 1e6:.1f} MB to write"
-    )
+    print(f"{len(windows)} windows of {num_frames} frames, {len(prompts)} prompts, {need / 1e6:.1f} MB to write")
     if demos.skipped:
-        print(
-            f"skipped, shorter than {num_frames}: " + ", ".join(f"{demo} ({frames})" for demo, frames in demos.skipped)
-        )
-    if box:
-        print(f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({'given' if workspace_box else 'percentiles'})")
+        names = ", ".join(f"{demo} ({frames})" for demo, frames in demos.skipped)
+        print(f"skipped {len(demos.skipped)} demos of fewer than {num_frames} frames: {names}")
+    if pointmaps:
+        print(box_line)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # encode: each rank its share of the windows
@@ -255,9 +255,9 @@ with fsdp.all_ranks_agree():
         for unit in todo:
             # The fingerprint goes last, so that a kill in between leaves a unit that is still known to be stale.
             patterns = ("*.tmp*", "index.json", "*.safetensors", "fingerprint.json") if unit in rebuild else ("*.tmp*",)
-            for path in itertools.chain.from_iterable((root / unit).glob(pattern) for pattern in patterns):
+            for path in [path for pattern in patterns for path in (root / unit).glob(pattern)]:
                 path.unlink()
-            write_json(root / unit / "fingerprint.json", units[unit])
+            write_json(root / unit / "fingerprint.json", units[unit], indent=1)
 
 
 def cells(unit, window):
@@ -312,6 +312,8 @@ with fsdp.all_ranks_agree():
         print(f"condition/text: {len(prompts)} prompts, {text.shape[1]} tokens of {text.shape[2]} numbers")
 
     for unit in todo if rank == 0 else ():
+        if not todo[unit] and (root / unit / "index.json").exists():
+            continue
         if unit == "condition/text":
             prompt_of_demo = {demo: prompts.index(prompt) for demo, prompt in demos.prompts.items()}
             index = {"prompts": prompts, "prompt_of_demo": prompt_of_demo}
@@ -320,8 +322,8 @@ with fsdp.all_ranks_agree():
         if unit == "pointmap":
             vae = vae or encoders.load_vae(model, device, DTYPES[vae_dtype])
             errors = []
-            for i in np.linspace(0, len(windows) - 1, min(8, len(windows))):
-                window = windows[int(i)]
+            for i in np.linspace(0, len(windows) - 1, min(8, len(windows)), dtype=int):
+                window = windows[i]
                 latents = safetensors.torch.load_file(root / unit / f"{window.key}.safetensors")
                 for view in demos.views:
                     xyz, valid = demos.points(window, view, num_frames)
@@ -330,16 +332,9 @@ with fsdp.all_ranks_agree():
                     metres = [denormalise_points(x.permute(1, 2, 3, 0), box) for x in (points, decoded)]
                     errors.append((metres[0] - metres[1]).norm(dim=-1)[inside] * 1000)
             errors = torch.cat(errors)
-            if not len(errors):
-                raise UserError(
-                    f"workspace_box={workspace_box}: no point lies inside, --inspect=True shows where they are"
-                )
-            index |= {"box": box, "floor_mm": {"median": errors.median().item(), "mean": errors.mean().item()}}
-            print(
-                "VAE round trip of points (the floor): median {median:.2f} mm, mean {mean:.2f} mm".format(
-                    **index["floor_mm"]
-                )
-            )
+            floor = {"median": errors.median().item(), "mean": errors.mean().item()}
+            index |= {"box": box, "floor_mm": floor}
+            print(f"VAE round trip of points: median {floor['median']:.2f} mm, mean {floor['mean']:.2f} mm (the floor)")
         write_json(root / unit / "index.json", index)
 
 if rank == 0:
@@ -349,5 +344,5 @@ if rank == 0:
         cache = LatentCache(config, kind)
         sample = cache.sample(cache.train[0])
         shapes = ", ".join(f"{name} {tuple(sample[name].shape)}" for name in ("latents", "condition"))
-        print(f"{root}: {len(cache.train)} train and {len(cache.val)} validation windows; {shapes}")
+        print(f"{root}: {len(cache.train)} train and {len(cache.val)} validation windows; {shapes}; kind {kind}")
 fsdp.cleanup()

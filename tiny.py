@@ -1,6 +1,6 @@
 """Build the tiny world: everything the scripts need to run in minutes on a laptop, without a download.
 
-    python tiny.py                   # about half a minute on one core, about 50 MB in out/tiny/
+    python tiny.py                   # about half a minute on one core, 50 MB in out/tiny/
 
     out/tiny/i2v/                    like Wan2.2-I2V-A14B: two experts, 36 input channels, boundary 0.9
     out/tiny/ti2v/                   like Wan2.2-TI2V-5B: one expert, expand_timesteps
@@ -12,20 +12,22 @@ The scene: a coloured ball rolls over a grey table, seen by two cameras; the pro
 "a red ball moves left". The given frame shows the ball before it moves and says nothing of where it will go.
 
 Direction in the image. left and right mean that the ball's column falls and rises, up and down that its row falls and
-rises, rows counted from the top. The cameras stand AZIMUTH degrees to the left and right of the table's front, so in a
-view the motion is tilted by that much and foreshortened, yet the prompted axis and sign always dominate: over a clip of
-5 frames the ball moves 3.4 to 3.8 pixels of a 16 x 16 cell along it and at most 1.3 across. The scene is grey but for
-the ball, so a pixel's saturation (largest minus smallest channel) says how much of the ball is in it, and its hue which
-ball it is: a centroid weighted by saturation follows the ball, and needs no detector.
+rises, rows counted from the top. The cameras stand AZIMUTH degrees to the left and right of the table's front, so each
+view sees the motion a little tilted and foreshortened, yet the prompted axis and sign always dominate: over a clip of 5
+frames the ball moves 2.8 to 4.5 pixels of a 16 x 16 cell along them and at most 1.7 across. All is grey but the ball,
+so a pixel's saturation (largest minus smallest channel) says how much of the ball is in it and its hue which ball it
+is: the centroid of the saturation follows the ball, no detector is needed.
 """
 
 import json
 from pathlib import Path
 
+import diffusers
 import h5py
 import numpy as np
 import torch
-from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+import transformers
+from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from PIL import Image
 from torch.nn import functional as F
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
@@ -56,7 +58,7 @@ VIEWS = {"robot0_agentview_left": -1, "robot0_agentview_right": 1}  # side of th
 AZIMUTH, ELEVATION, DISTANCE = 18.0, 55.0, 1.1  # degrees, degrees, metres to the table's centre
 IMAGE_SIZE = 32  # pixels; the recipes resize to cells of 16
 FOCAL = 2.0  # focal length in image sizes: the image spans 0.55 m at the table's centre
-TABLE_HEIGHT, TABLE_HALF = 0.8, 0.27  # the table is a thin square above a floor at z = 0
+TABLE_HEIGHT, TABLE_HALF = 0.2, 0.27  # the table is a thin square above a floor at z = 0
 RADIUS, SPEED = 0.08, 0.035  # of the ball, metres and metres a frame: about 2 pixels and 1 pixel of a 16 x 16 cell
 START = 0.07  # the ball starts within this of the centre, wherever it is to go, so that only the prompt tells
 NUM_FRAMES = (5, 8)  # shortest and longest demonstration
@@ -239,8 +241,9 @@ def make_text_encoder(seed=0):
     vocabulary = list(dict(vocabulary).items())
     tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0)
     torch.manual_seed(seed)
-    shape = dict(vocab_size=len(tokenizer), d_model=TRANSFORMER["text_dim"], d_kv=16, d_ff=128, num_heads=4, num_layers=1)
-    return tokenizer, UMT5EncoderModel(UMT5Config(**shape)).eval()
+    width = TRANSFORMER["text_dim"]
+    config = UMT5Config(vocab_size=len(tokenizer), d_model=width, d_kv=16, d_ff=128, num_heads=4, num_layers=1)
+    return tokenizer, UMT5EncoderModel(config).eval()
 
 
 def make_transformer(in_channels, seed):
@@ -249,23 +252,25 @@ def make_transformer(in_channels, seed):
 
 
 def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0):
-    """Save one model folder with random experts, by the pipeline class that the released model names. kind as in /out."""
+    """Save a model folder with random experts, by the pipeline class of its released model. kind: i2v, ti2v, t2v."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
     parts = dict(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler)
     high = make_transformer(36 if kind == "i2v" else 16, seed)
     low = None if kind == "ti2v" else make_transformer(36 if kind == "i2v" else 16, seed + 1)
     if kind == "i2v":
-        pipeline = WanImageToVideoPipeline(transformer=high, transformer_2=low, boundary_ratio=0.9, **parts)
+        pipeline = diffusers.WanImageToVideoPipeline(transformer=high, transformer_2=low, boundary_ratio=0.9, **parts)
     elif kind == "t2v":
-        pipeline = WanPipeline(transformer=high, transformer_2=low, boundary_ratio=0.875, **parts)
+        pipeline = diffusers.WanPipeline(transformer=high, transformer_2=low, boundary_ratio=0.875, **parts)
     else:
-        pipeline = WanPipeline(transformer=high, expand_timesteps=True, **parts)
+        pipeline = diffusers.WanPipeline(transformer=high, expand_timesteps=True, **parts)
     pipeline.save_pretrained(folder)
 
 
 def main():
     if num_demos < 10 or not 0 <= agreement <= 1:
         raise UserError(f"num_demos={num_demos} agreement={agreement}: want at least 10, and a share from 0 to 1")
+    transformers.logging.set_verbosity_error()  # it would tell that torchvision is missing, which nothing here needs
+    transformers.logging.disable_progress_bar()
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,7 @@ peak_tflops = 989.0  # of the GPU in bf16 without sparsity, for mfu (H100, H200:
 save_interval = 250  # steps between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 log_interval = 10  # steps between lines
-config = configure(globals(), also=("prepare_robocasa.py", "sample.py"))
+config = configure(globals(), also=("prepare_robocasa.py",))
 MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "num_workers", "max_bad_steps", "eval_interval",
     "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2", "fps",
@@ -278,7 +278,7 @@ def save(step):
     """A checkpoint to resume from and, with LoRA, the adapters for other tools."""
     fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), keep_last=keep_last,
                          meta=dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), global_batch=global_batch,
-                                   world_size=world_size, config=config))  # fmt: skip
+                                   world_size=world_size, box=cache.box, config=config))  # fmt: skip
     if lora_rank:
         whole = whole_tensors()
         if is_main:

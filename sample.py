@@ -1,0 +1,159 @@
+"""Generate a video with a fine-tuned Wan 2.2: model (+ LoRA or checkpoint) + given frames + prompt -> mp4 and png.
+
+    python sample.py --model=out/tiny_i2v/model --data=out/tiny/robot.hdf5 --demo=demo_600 --out=out/sample
+    python sample.py config/robocasa_i2v.py --lora=out/robocasa_i2v/lora --demo=demo_7
+    python sample.py config/robocasa_i2v.py --checkpoint=out/robocasa_i2v/ckpt/step_003000 --demo=demo_7
+    python sample.py --model=Wan-AI/Wan2.2-I2V-A14B-Diffusers --images=left.png,right.png --prompt="open the drawer" ...
+
+The config file of the training run serves here too. Under torchrun the transformers are sharded over the GPUs.
+"""
+
+import os
+
+import numpy as np
+import torch
+from PIL import Image
+
+import data as robot_data
+import encoders
+import fsdp
+import model as wan_model
+import rollout
+import validate
+import video
+from configurator import UserError, configure
+
+model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME
+lora = ""  # an exported lora/ folder to put on it
+checkpoint = ""  # a run's ckpt/step_NNNNNN to put on it instead: its average with EMA, else its weights
+out = "out/sample"  # writes <out>.mp4 and <out>.png
+# the given frame: images, or a frame of a demonstration (then the recording is shown beside the video)
+images = ""  # an image file a view, separated by commas, resized to the cells
+data = "out/tiny/robot.hdf5"  # HDF5 of demonstrations
+demo = ""  # e.g. demo_7
+start = 0  # frame of the demo to start from
+train_split = "train"  # mask/<split> of the file to find the demo in
+val_split = "valid"  # or in this one
+val_demos = 1  # demos held out where the file has no val_split
+prompt = ""  # "": the demo's own
+negative_prompt = ""  # unconditional text
+views = "robot0_agentview_left,robot0_agentview_right"  # cameras of the demo, side by side in this order
+pointmaps = False  # HCPT: a pointmap row under the RGB row; wants a demo
+workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres for the pointmaps; "": the checkpoint's
+cell_height = 16  # pixels of one view
+cell_width = 16  # pixels
+num_frames = 5  # frames, 4n+1
+boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
+shift = 5.0  # of the noise levels
+num_inference_steps = 50  # of the sampler
+guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
+guidance_scale_2 = 1.0  # of the low-noise expert
+max_text_tokens = 16  # tokens; 512 for the released models
+clamp_first_frame = True  # t2v only: give the first latent frame clean
+seed = 0  # of the noise
+fps = 8  # frames a second
+dtype = "float32"  # "float32" | "bfloat16"
+compile_blocks = False  # torch.compile each transformer block
+device = "auto"  # "auto" | "cpu" | "cuda"
+config = configure(globals(), also=("train_i2v_sft.py", "prepare_robocasa.py"))
+
+# ----------------------------------------------------------------------------- checks
+rank, world_size, device = fsdp.init(device)
+with fsdp.all_ranks_agree():
+    wan = wan_model.describe(model, boundary_ratio)
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
+    wan.dtype = getattr(torch, dtype)
+    z_dim, stride = encoders.latent_geometry(model)
+    robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
+    if lora and checkpoint:
+        raise UserError("lora and checkpoint: want one of them")
+    if checkpoint and not os.path.isfile(os.path.join(checkpoint, "meta.json")):
+        raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
+    meta = fsdp.read_meta(checkpoint) if checkpoint else {}
+    if lora and not any(wan_model.has_lora(lora, expert) for expert in wan.expert_names):
+        raise UserError(f"lora={lora}: no exported adapter for {' or '.join(wan.expert_names)} in it")
+    if bool(images) == bool(demo):
+        raise UserError(f"images={images!r}, demo={demo!r}: want either images (one a view) or a demo of data")
+    box = None
+    if pointmaps:
+        box = robot_data.parse_box(workspace_box) if workspace_box else meta.get("box")
+        if box is None or images:
+            raise UserError("pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one")
+    if demo:
+        demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+        if demo not in demos.num_frames:
+            raise UserError(f"demo={demo}: not in {data}; it has {', '.join(demos.num_frames)[:200]}")
+        frames_there = demos.num_frames[demo]
+        if not 0 <= start < frames_there:
+            raise UserError(f"start={start}: {demo} has {frames_there} frames")
+        window = robot_data.Window(demo, start, min(num_frames, frames_there - start), "val")
+        prompt = prompt or demos.prompt(demo)
+        truth, valid = validate.ground_truth(demos, window, config, box, device)
+    else:
+        truth, valid = {}, {}
+        for i, path in enumerate(images.split(",")):
+            try:
+                pixels = np.asarray(Image.open(path.strip()).convert("RGB"))
+            except OSError as error:
+                raise UserError(f"images={path}: {error}") from None
+            truth["rgb", str(i)] = robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)  # 3 1 h w
+        if not prompt:
+            raise UserError("prompt is empty: want --prompt=...")
+
+# ----------------------------------------------------------------------------- condition and text
+modalities, view_names = (list(dict.fromkeys(names)) for names in zip(*truth, strict=True))
+vae = encoders.load_vae(model, device)
+condition = None
+if wan.kind != "t2v" or clamp_first_frame:
+    condition = robot_data.join_cells({name: encoders.encode_condition(vae, cell[None, :, 0], num_frames, wan.kind)
+                                       for name, cell in truth.items()})  # b z F|1 H W  # fmt: skip
+tokenizer, text_encoder = encoders.load_text_encoder(model, device)
+text, negative = encoders.encode_text(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens).to(device).split(1)
+del tokenizer, text_encoder
+
+# ----------------------------------------------------------------------------- model
+mesh = fsdp.make_mesh(device, 1)
+settings = meta.get("config", {})
+for expert in wan.expert_names:
+    full_run = bool(settings) and not settings["lora_rank"]
+    transformer = wan_model.load_transformer(wan, expert, device, torch.float32 if full_run else wan.dtype)
+    trained = settings.get("experts", "both") in ("both", expert)
+    if lora and wan_model.has_lora(lora, expert):
+        tensors, rank_, alpha, targets = wan_model.read_lora(lora, expert)
+        wan_model.add_lora(transformer, rank_, alpha, targets)
+        wan_model.load_lora(transformer, tensors, lora)
+    elif settings and trained and settings["lora_rank"]:
+        alpha = settings["lora_alpha"] or settings["lora_rank"]
+        wan_model.add_lora(transformer, settings["lora_rank"], alpha, settings["lora_targets"])
+    elif settings and trained:
+        transformer.requires_grad_(True)
+    transformer.to(device)
+    fsdp.wrap_blocks(transformer, "none", compile_blocks)
+    wan.experts[expert] = fsdp.shard(transformer, mesh)
+if checkpoint:
+    kind = "ema" if settings["ema_decay"] > 0 else "parameter"
+    parameters = wan_model.trainable_parameters(wan)
+    fsdp.load_checkpoint(checkpoint, {f"{kind}.{name}": parameter.detach() for name, parameter in parameters.items()})
+
+# ----------------------------------------------------------------------------- sample, decode, write
+latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
+                len(view_names) * cell_width // stride[2])  # fmt: skip
+sigmas = rollout.sigma_grid(num_inference_steps, shift)
+if rank == 0:
+    print(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, guidance {guidance_scale:g} "
+          f"(high) {guidance_scale_2:g} (low), latents {latent_shape}\nprompt: {prompt}")  # fmt: skip
+noise = rollout.randn(latent_shape, seed)[None].to(device)
+latents = rollout.sample_ode(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
+                             progress="sampling" if rank == 0 else None)  # fmt: skip
+if rank == 0:
+    cells = validate.decode_cells(vae, latents[0], modalities, view_names)
+    got, want = validate.frames_of(cells), validate.frames_of(truth)
+    video.write_mp4(f"{out}.mp4", got, fps)
+    rows = [("given", want[:1]), ("generated", got)] + ([("recorded", want)] if demo else [])
+    video.contact_sheet(f"{out}.png", rows)
+    if demo:
+        numbers = validate.scores(cells, truth, valid, box)
+        print(", ".join(f"{name} {value:.3f}" for name, value in numbers.items()))
+    print(f"wrote {out}.mp4 and {out}.png")
+fsdp.cleanup()

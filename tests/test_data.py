@@ -1,0 +1,357 @@
+"""data.py and geometry.py on small recordings: windows, errors, points in the world, cells, the order of samples."""
+
+import json
+import os
+import re
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import data
+import geometry
+import tiny
+from configurator import UserError
+from data import RobotDemos, Window
+
+LEFT, RIGHT = VIEWS = ["robot0_agentview_left", "robot0_agentview_right"]
+BOX = [-0.5, -0.5, 0.6, 0.5, 0.5, 1.1]
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "robot.hdf5"
+    tiny.make_robot_hdf5(path, num_demos=12)
+    return path
+
+
+@pytest.fixture
+def edit(recording, tmp_path):
+    """Returns a function that applies an edit to a copy of the recording and gives its path."""
+
+    def apply(change):
+        path = tmp_path / "edited.hdf5"
+        path.write_bytes(recording.read_bytes())
+        with h5py.File(path, "r+") as file:
+            change(file)
+        return path
+
+    return apply
+
+
+def replace(file, name, change):
+    """Replace a dataset by a function of its content."""
+    content = change(file[name][()])
+    del file[name]
+    file[name] = content
+
+
+def frames_of(demos):
+    return {demo: demos.num_frames[demo] for demo in demos.splits}
+
+
+# ---------------------------------------------------------------------------------------------------------- recordings
+
+
+def test_splits_and_numeric_order(recording, edit):
+    demos = RobotDemos(recording, "robot0_agentview_left, robot0_agentview_right")
+    assert list(demos.splits) == [f"demo_{i}" for i in range(12)]  # h5py's order would put demo_10 after demo_1
+    assert [demo for demo, split in demos.splits.items() if split == "val"] == ["demo_11"]
+    assert demos.prompt("demo_0") == "a red ball moves left"
+
+    held_out = RobotDemos(recording, LEFT, val_split="", val_demos=2).splits  # of mask/train, which lacks demo_11
+    assert [demo for demo, split in held_out.items() if split == "val"] == ["demo_9", "demo_10"]
+    unmasked = RobotDemos(edit(lambda file: file.pop("mask")), LEFT, val_demos=3).splits
+    assert [demo for demo, split in unmasked.items() if split == "val"] == ["demo_9", "demo_10", "demo_11"]
+
+
+def test_windows(recording):
+    demos = RobotDemos(recording, VIEWS)
+    frames = frames_of(demos)
+    windows = demos.windows(num_frames=5, window_stride=2)
+    assert [w.start for w in windows if w.demo == "demo_0"] == list(range(0, frames["demo_0"] - 4, 2))
+    assert all(w.start + w.length <= frames[w.demo] and w.length == 5 for w in windows)
+    assert windows[0].key == "demo_0_00000"
+    assert demos.skipped == []
+
+
+def test_short_demos_are_listed_or_padded(edit):
+    demos = RobotDemos(
+        edit(lambda f: [replace(f, f"data/demo_3/obs/{v}_image", lambda x: x[:3]) for v in VIEWS]), VIEWS
+    )
+    windows = demos.windows(5, 1)
+    assert demos.skipped == [("demo_3", 3)]
+    assert {w.demo for w in windows} == {f"demo_{i}" for i in range(12)} - {"demo_3"}
+
+    padded = [w for w in demos.windows(5, 1, pad_short=True) if w.demo == "demo_3"]
+    assert demos.skipped == []
+    assert padded == [Window("demo_3", 0, 3, "train")]
+    rgb = demos.rgb(padded[0], LEFT, 5)
+    assert rgb.shape == (5, 32, 32, 3)
+    assert (rgb[3:] == rgb[2]).all()
+    assert (rgb[2] != rgb[1]).any()
+
+
+def test_a_window_reads_its_own_frames(recording):
+    demos = RobotDemos(recording, VIEWS)
+    demo = max(demos.num_frames, key=demos.num_frames.get)
+    with h5py.File(recording) as file:
+        expected = file[f"data/{demo}/obs/{RIGHT}_image"][2:7]
+    assert (demos.rgb(Window(demo, 2, 5, "train"), RIGHT, 5) == expected).all()
+
+
+def test_the_file_is_opened_again_after_a_fork(recording):
+    demos = RobotDemos(recording, VIEWS)
+    handle = demos.file
+    if (pid := os.fork()) == 0:
+        os._exit(0 if demos.file is not handle and demos.rgb(Window("demo_0", 0, 1, ""), LEFT, 1).any() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert demos.file is handle
+
+
+# -------------------------------------------------------------------------------------------------- one line of errors
+
+IMAGE, DEPTH = f"data/demo_3/obs/{LEFT}_image", f"data/demo_3/obs/{LEFT}_depth"
+
+
+def meta(value):
+    return lambda file: file["data/demo_3"].attrs.__setitem__("ep_meta", value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: replace(f, IMAGE, lambda x: x / np.float32(255)), r"demo_3/.*_image: got float32 .*, want uint8"),
+        (lambda f: replace(f, IMAGE, lambda x: x[:-1]), "demo_3: got unequal numbers of frames"),
+        (lambda f: f.pop(IMAGE), "views=robot0_agentview_left: demo_3 of .* has the views robot0_agentview_right"),
+        (lambda f: f.pop(DEPTH), "demo_3/robot0_agentview_left_depth: not there"),
+        (
+            lambda f: replace(f, DEPTH, lambda x: (1000 * x).astype(np.uint16)),
+            "_depth: got uint16 .*, want float .*met",
+        ),
+        (lambda f: f["data/demo_3"].attrs.pop("ep_meta"), "demo_3: no ep_meta"),
+        (meta("pick it up"), "demo_3: ep_meta is not JSON"),
+        (meta(json.dumps({"layout_id": 1})), "demo_3: got lang None in ep_meta"),
+        (meta(json.dumps({"lang": " "})), "demo_3: got lang ' ' in ep_meta"),
+        (meta(json.dumps(["lang"])), "demo_3: got lang None in ep_meta"),
+        (lambda f: f.pop("data/demo_3"), "mask/train names demo_3, which data/ does not have"),
+        (lambda f: f.pop("data"), r"want data/demo_N"),
+        (lambda f: f.pop("mask/valid"), "val_split=valid: .* has the masks train"),
+        (lambda f: replace(f, "mask/valid", lambda _: np.array([b"demo_0"])), "demo_0 is in mask/train and mask/valid"),
+    ],
+)
+def test_bad_recordings(edit, change, message):
+    with pytest.raises(UserError, match=message) as error:
+        RobotDemos(edit(change), VIEWS, pointmaps=True)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files(recording, tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        RobotDemos(tmp_path / "none.hdf5", VIEWS)
+    truncated = tmp_path / "truncated.hdf5"
+    truncated.write_bytes(recording.read_bytes()[:-5000])
+    with pytest.raises(UserError, match="not a whole HDF5 file .*truncated"):
+        RobotDemos(truncated, VIEWS)
+    with pytest.raises(UserError, match="views=a,,b"):
+        RobotDemos(recording, "a,,b")
+    with pytest.raises(UserError, match="val_demos=11: want 1 to 10 of the 11 demos"):
+        RobotDemos(recording, VIEWS, val_split="", val_demos=11)
+
+
+def test_a_damaged_chunk_is_named(recording, tmp_path):
+    with h5py.File(recording) as file:
+        chunk = file[IMAGE].id.get_chunk_info(0)
+    content = bytearray(recording.read_bytes())
+    content[chunk.byte_offset : chunk.byte_offset + chunk.size] = bytes(chunk.size)
+    path = tmp_path / "damaged.hdf5"
+    path.write_bytes(content)
+    demos = RobotDemos(path, VIEWS)  # its metadata is whole
+    with pytest.raises(UserError, match=f"demo_3/{LEFT}_image is damaged"):
+        demos.rgb(Window("demo_3", 0, 5, ""), LEFT, 5)
+
+
+def test_nan_depth_is_an_error_and_unknown_depth_is_masked(edit):
+    def spoil(value):
+        def change(depth):
+            depth[4, 10, 20] = value
+            return depth
+
+        return edit(lambda file: replace(file, DEPTH, change))
+
+    with pytest.raises(UserError, match=f"demo_3/{LEFT}_depth: got NaN in frame 4"):
+        RobotDemos(spoil(np.nan), VIEWS, pointmaps=True).points(Window("demo_3", 0, 5, ""), LEFT, 5)
+    for unknown in (0, np.inf):
+        xyz, valid = RobotDemos(spoil(unknown), VIEWS, pointmaps=True).points(Window("demo_3", 0, 5, ""), LEFT, 5)
+        assert np.isfinite(xyz).all()
+        assert np.argwhere(~valid).tolist() == [[4, 10, 20]]
+
+
+def test_no_windows_left(recording):
+    with pytest.raises(UserError, match="num_frames=9: no train windows left, the longest train demo has 8 frames"):
+        RobotDemos(recording, VIEWS).windows(9, 1)
+
+
+def test_sizes():
+    data.check_sizes(81, 432, 384, (4, 8, 8))
+    with pytest.raises(UserError, match=r"cell_height=440: want a multiple of 16 \(432 or 448\)"):
+        data.check_sizes(81, 440, 384, (4, 8, 8))
+    with pytest.raises(UserError, match=r"cell_width=216: want a multiple of 16 \(208 or 224\)"):
+        data.check_sizes(81, 432, 216, (4, 8, 8))
+    with pytest.raises(UserError, match=r"num_frames=80: want 4n\+1 \(77 or 81\)"):
+        data.check_sizes(80, 432, 384, (4, 8, 8))
+
+
+# ------------------------------------------------------------------------------------------------------------ geometry
+
+
+def test_unproject_is_the_pinhole_equation_at_pixel_centres():
+    K = np.array([[[2.0, 0, 1.0], [0, 4.0, 1.0], [0, 0, 1]]])
+    E = np.eye(4)[None].copy()
+    E[0, :3, :3] = [[0, -1, 0], [1, 0, 0], [0, 0, 1]]  # a quarter turn about the optical axis
+    E[0, :3, 3] = [10, 20, 30]
+    xyz = geometry.unproject(np.array([[[1.0, 2.0], [3.0, 4.0]]]), K, E)[0]
+    # pixel (row 1, column 0): camera x = (0.5 - 1) / 2 * 3, y = (1.5 - 1) / 4 * 3, z = 3
+    assert xyz[1, 0] == pytest.approx([10 - 0.375, 20 - 0.75, 33])
+    assert xyz[0, 1] == pytest.approx([10 + 0.25, 20 + 0.5, 32])
+
+
+def test_points_lie_where_the_scene_is(recording):
+    """The table of the tiny world is a plane at a known height; forgetting the half pixel would miss it by > 1 mm."""
+    demos = RobotDemos(recording, VIEWS, pointmaps=True)
+    for view in VIEWS:
+        xyz, valid = demos.points(Window("demo_0", 0, 1, ""), view, 1)
+        height = xyz[..., 2]
+        assert valid.all()
+        on_table = np.abs(height - tiny.TABLE_HEIGHT) < 1e-5
+        on_floor = np.abs(height) < 1e-5
+        assert on_table.mean() > 0.3
+        ball = xyz[~(on_table | on_floor)]
+        with h5py.File(recording) as file:
+            centre = file["data/demo_0/obs/object"][0, :3]
+        assert np.linalg.norm(ball - centre, axis=1) == pytest.approx(tiny.RADIUS, abs=1e-5)
+
+
+def test_box_round_trip_and_clamp():
+    xyz = torch.tensor([[-0.5, 0.0, 0.6], [0.2, -0.1, 1.0]])
+    points = geometry.normalise_points(xyz, BOX)
+    assert points[0].tolist() == pytest.approx([-1, 0, -1], abs=1e-6)
+    assert torch.allclose(geometry.denormalise_points(points, BOX), xyz, atol=1e-6)
+    assert geometry.normalise_points(torch.tensor([9.0, -9.0, 0.85]), BOX).tolist() == pytest.approx(
+        [1, -1, 0], abs=1e-6
+    )
+
+
+def stored(recording):
+    """Some frames of the recording: images {view: f h w 3}, cameras {view: (depth, K, E)}."""
+    demos = RobotDemos(recording, VIEWS, pointmaps=True)
+    window = Window("demo_1", 0, 5, "")
+    return {v: demos.rgb(window, v, 5) for v in VIEWS}, {v: demos.camera(window, v, 5) for v in VIEWS}
+
+
+def test_a_sound_recording_has_no_faults(recording):
+    images, cameras = stored(recording)
+    assert geometry.check_geometry(images, cameras)[1] == []
+    median, distance, share = geometry.agreement(cameras)
+    assert median <= distance < 0.05  # mm: the two ray-cast views are exact
+    assert share > 0.5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "faults"),
+    [
+        (
+            lambda rgb, d, K, E: (rgb[:, ::-1], d[:, ::-1], K, E),
+            ["depth is upside down", "images of .*left and .*right are upside down"],
+        ),
+        (lambda rgb, d, K, E: (rgb[:, ::-1], d, K, E), ["^images of .*left and .*right are upside down"]),
+        (lambda rgb, d, K, E: (rgb, d[:, ::-1], K, E), ["depth is upside down"]),
+        (lambda rgb, d, K, E: (rgb, d[:, :, ::-1], K, E), ["mirrored"]),
+        (
+            lambda rgb, d, K, E: (rgb, d * 1000, K, E),
+            [r"depth is in millimetres \(median 1\d\d\d\).* multiply it by 0.001"],
+        ),
+        (lambda rgb, d, K, E: (rgb, d * geometry.ray_length(K, d), K, E), ["depth is along the ray"]),
+        (lambda rgb, d, K, E: (rgb, d, K, np.linalg.inv(E)), ["extrinsics are world-to-camera"]),
+        (lambda rgb, d, K, E: (rgb, d, K, E * np.float32([1, -1, -1, 1])), ["extrinsics have OpenGL axes"]),
+        (lambda rgb, d, K, E: (rgb, d, K, E * np.float32([1, -1, 1, 1])), ["hold no rotation"]),
+        (
+            lambda rgb, d, K, E: (rgb[:, ::-1, ::-1], d[:, ::-1, ::-1], K, E * np.float32([-1, -1, 1, 1])),
+            ["^all of .*left and .*right is upside down"],
+        ),
+        (lambda rgb, d, K, E: (rgb, d, K * np.float32([1.5, 1.5, 1])[:, None], E), ["points are .* mm apart"]),
+        (lambda rgb, d, K, E: (rgb, d * 0, K, E), ["no known depth"]),
+    ],
+)
+def test_what_people_get_wrong_is_named(recording, spoil, faults):
+    images, cameras = stored(recording)
+    spoilt = {view: spoil(images[view], *cameras[view]) for view in VIEWS}
+    images, cameras = {v: x[0] for v, x in spoilt.items()}, {v: x[1:] for v, x in spoilt.items()}
+    found = "; ".join(geometry.check_geometry(images, cameras)[1])
+    for fault in faults:
+        assert re.search(fault, found), found
+
+
+# --------------------------------------------------------------------------------------------------------------- cells
+
+
+def test_rgb_cell():
+    rgb = np.zeros((2, 4, 4, 3), np.uint8)
+    rgb[:, :, ::2] = 255  # columns on and off: an antialiased half is grey, a skipping one would be black or white
+    cell = data.rgb_cell(rgb, 2, 2)
+    assert cell.shape == (3, 2, 2, 2)
+    assert cell.abs().max() < 0.35
+    assert torch.equal(data.rgb_cell(rgb, 4, 4)[0, 0, 0], torch.tensor([1.0, -1, 1, -1]))
+
+
+def test_point_cell_picks_pixels_and_masks():
+    xyz = np.full((1, 4, 4, 3), 0.85, np.float32)
+    xyz[0, ..., 0], xyz[0, ..., 1] = np.meshgrid(np.linspace(-0.4, 0.4, 4), np.linspace(-0.4, 0.4, 4))
+    xyz[0, 3, 3, 0] = 7  # a wall behind
+    valid = np.ones((1, 4, 4), bool)
+    valid[0, 0, 0] = False
+    points, inside = data.point_cell(xyz, valid, BOX, 8, 8)
+    assert points.shape == (3, 1, 8, 8)
+    assert torch.equal(points[:, 0, ::2, ::2], points[:, 0, 1::2, 1::2])  # nearest: no value between two surfaces
+    assert points[:, 0, 0, 0].tolist() == [0, 0, 0]
+    assert points[0, 0, 7, 7] == 1
+    assert (~inside[0]).nonzero().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [6, 6], [6, 7], [7, 6], [7, 7]]
+    back = geometry.denormalise_points(points[:, 0, ::2, ::2].permute(1, 2, 0), BOX)
+    assert torch.allclose(back[inside[0, ::2, ::2]], torch.from_numpy(xyz[0])[inside[0, ::2, ::2]], atol=1e-6)
+
+
+def test_grid():
+    names = [(modality, view) for modality in ("rgb", "pointmap") for view in VIEWS]
+    cells = {name: torch.full((1, 2, 2, 3), float(i)) for i, name in enumerate(names)}  # z F h w
+    grid = data.join_cells(cells)
+    assert grid.shape == (1, 2, 4, 6)
+    assert grid[0, 0, ::2, ::3].tolist() == [[0, 1], [2, 3]]  # rows are modalities, columns are views
+    split = data.split_cells(grid, ("rgb", "pointmap"), VIEWS)
+    assert list(split) == names
+    assert all(torch.equal(split[name], cells[name]) for name in names)
+    assert torch.equal(
+        data.split_cells(grid[None], ("rgb", "pointmap"), VIEWS)["pointmap", LEFT], cells[names[2]][None]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the order of samples
+
+
+def test_batches_are_a_pure_function_that_covers_each_epoch_once():
+    stream = [i for step in range(15) for i in data.batch_indices(10, 4, step, seed=3)]
+    for epoch in range(6):
+        assert sorted(stream[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    assert stream[:10] != stream[10:20]
+    assert data.batch_indices(10, 4, 7, seed=3) == stream[28:32]
+    assert data.batch_indices(10, 4, 7, seed=4) != stream[28:32]
+    assert len(data.batch_indices(3, 8, 0, seed=0)) == 8
+
+
+def test_content_hash_sees_one_byte(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(bytes(300_000))
+    before = data.content_hash([path])
+    assert data.content_hash([path]) == before
+    path.write_bytes(bytes(150_000) + b"1" + bytes(149_999))
+    assert data.content_hash([path]) != before

@@ -1,0 +1,323 @@
+"""prepare_robocasa.py from recording to cache: what is in it, when it is refused, and that it continues."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import encoders
+import tiny
+from configurator import UserError
+from data import LatentCache, RobotDemos, Window, collate, join_cells, point_cell, rgb_cell
+
+REPOSITORY = Path(__file__).parents[1]
+LEFT, RIGHT = VIEWS = ["robot0_agentview_left", "robot0_agentview_right"]
+BOX = f"-0.4,-0.4,{tiny.TABLE_HEIGHT - 0.2:.2f},0.4,0.4,{tiny.TABLE_HEIGHT + 0.3:.2f}"
+DEPTH = f"data/demo_9/obs/{LEFT}_depth"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A recording of 12 demos, and checkpoints of the three kinds that lack only their transformers' weights."""
+    folder = tmp_path_factory.mktemp("world")
+    tiny.make_robot_hdf5(folder / "robot.hdf5", num_demos=12)
+    tokenizer, text_encoder = tiny.make_text_encoder()
+    vae = encoders.AutoencoderDCT(latents_mean=[0.1] * 16, latents_std=[0.5] * 16)
+    for kind in ("i2v", "ti2v", "t2v"):
+        tiny.make_checkpoint(folder / kind, kind, vae, tokenizer, text_encoder)
+    return folder
+
+
+@pytest.fixture
+def prepare(world, tmp_path, monkeypatch):
+    """Returns a function that runs the script in this process (with world and a fresh cache) and gives its globals."""
+
+    def run(**settings):
+        settings = {"model": world / "i2v", "data": world / "robot.hdf5", "cache_dir": tmp_path / "cache"} | settings
+        flags = [f"--{name}={value}" for name, value in settings.items()]
+        monkeypatch.setattr(sys, "argv", ["prepare_robocasa.py", *flags])
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # configure() replaces it
+        monkeypatch.delenv("RANK", raising=False)
+        return runpy.run_path(str(REPOSITORY / "prepare_robocasa.py"), run_name="__main__")
+
+    return run
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def trainer_settings(config, **changes):
+    """What train_i2v_sft.py knows: the shared settings, without the dtypes of the preparation."""
+    own = ("parts", "force", "inspect", "encode_batch", "vae_dtype", "text_dtype", "cache_dtype", "device")
+    return {name: value for name, value in config.items() if name not in own} | changes
+
+
+# ------------------------------------------------------------------------------------------------- what is in the cache
+
+
+def test_cells_are_encoded_one_by_one_and_laid_out_as_a_grid(world, prepare):
+    config = prepare(pointmaps=True, workspace_box=BOX, negative_prompt="blurred")["config"]
+    cache = LatentCache(trainer_settings(config), "i2v")
+    demos = RobotDemos(world / "robot.hdf5", VIEWS, pointmaps=True)
+    assert [w.key for w in cache.train + cache.val] == [w.key for w in demos.windows(5, 4)]
+    assert {w.split for w in cache.train} == {"train"}
+    assert [w.demo for w in cache.val] == ["demo_11"]
+
+    vae = encoders.load_vae(config["model"])
+    window = cache.train[5]
+    sample = cache.sample(window)
+    assert sample["latents"].shape == sample["condition"].shape == (16, 2, 8, 8)
+    latents, condition = {}, {}
+    for modality in ("rgb", "pointmap"):
+        for view in VIEWS:
+            if modality == "rgb":
+                cell = rgb_cell(demos.rgb(window, view, 5), 16, 16)
+            else:
+                cell = point_cell(*demos.points(window, view, 5), cache.box, 16, 16)[0]
+            latents[modality, view] = encoders.encode(vae, cell[None])[0]
+            clip = torch.cat([cell[:, :1], torch.zeros(3, 4, 16, 16)], 1)  # the given frame, then mid-grey
+            condition[modality, view] = encoders.encode(vae, clip[None])[0]
+    assert torch.allclose(sample["latents"], join_cells(latents), atol=1e-5)
+    assert torch.allclose(sample["condition"], join_cells(condition), atol=1e-5)
+    assert cache.box == [float(number) for number in BOX.split(",")]
+
+    tokenizer, text_encoder = encoders.load_text_encoder(config["model"])
+    prompt = demos.prompt(window.demo)
+    expected = encoders.encode_text(tokenizer, text_encoder, [prompt, "", "blurred"], 16)
+    got = cache.text[[sample["prompt_index"], cache.empty_index, cache.negative_index]]
+    assert cache.prompts[sample["prompt_index"]] == prompt
+    assert torch.allclose(got, expected, atol=1e-2)  # bfloat16, another batch
+
+    batch = collate([sample, cache.sample(cache.train[6])], cache.text, "cpu")
+    assert [tuple(tensor.shape) for tensor in batch] == [(2, 16, 2, 8, 8), (2, 16, 2, 8, 8), (2, 16, 64)]
+    assert collate([sample], cache.text, "cpu", given=False)[1] is None
+
+
+def test_the_floor_is_the_round_trip_of_the_valid_points(world, prepare):
+    config = prepare(pointmaps=True, workspace_box=BOX)["config"]
+    cache = LatentCache(config, "i2v")
+    demos = RobotDemos(world / "robot.hdf5", VIEWS, pointmaps=True)
+    vae = encoders.load_vae(config["model"])
+    windows = cache.train + cache.val
+    half = torch.tensor([0.4, 0.4, 0.25])  # of the box, metres
+    errors = []
+    for i in np.linspace(0, len(windows) - 1, 8, dtype=int):
+        for view in VIEWS:
+            cell, inside = point_cell(*demos.points(windows[i], view, 5), cache.box, 16, 16)
+            decoded = encoders.decode(vae, encoders.encode(vae, cell[None]))[0]
+            errors.append((((decoded - cell).permute(1, 2, 3, 0) * half).norm(dim=-1) * 1000)[inside])
+    errors = torch.cat(errors)
+    assert cache.floor_mm["median"] == pytest.approx(errors.median().item(), rel=1e-3)
+    assert cache.floor_mm["mean"] == pytest.approx(errors.mean().item(), rel=1e-3)
+    assert 1 < cache.floor_mm["median"] < 100
+
+
+@pytest.mark.parametrize("kind", ["ti2v", "t2v"])
+def test_the_other_kinds_are_given_the_first_frame_alone(world, prepare, kind):
+    config = prepare(model=world / kind, cache_dtype="bfloat16")["config"]
+    cache = LatentCache(trainer_settings(config), kind)
+    sample = cache.sample(cache.train[0])
+    assert sample["condition"].shape == (16, 1, 4, 8)
+    assert sample["condition"].dtype == torch.float32
+    assert torch.allclose(sample["condition"][:, 0], sample["latents"][:, 0], atol=0.05)  # its own block in the DCT
+    with pytest.raises(UserError, match=f"condition/rgb is stale: kind was {kind}, now i2v"):
+        LatentCache(trainer_settings(config), "i2v")
+
+
+def test_the_percentile_box_cuts_the_tails(world, prepare):
+    box = LatentCache(prepare(pointmaps=True, box_percentile=5)["config"], "i2v").box
+    demos = RobotDemos(world / "robot.hdf5", VIEWS, pointmaps=True)
+    points = [demos.points(Window(d, 0, 5, ""), v, 5) for d in demos.splits if d != "demo_11" for v in VIEWS]
+    points = np.concatenate([xyz[valid] for xyz, valid in points])
+    assert box == pytest.approx(np.percentile(points, [5, 95], axis=0).ravel(), abs=0.05)
+
+
+# ---------------------------------------------------------------------------------- continued, shared, refused, rebuilt
+
+
+def test_an_interrupted_preparation_continues(prepare, tmp_path):
+    prepare(pointmaps=True)
+    cache = tmp_path / "cache"
+    whole = contents(cache)
+    done = cache / "rgb/demo_0_00000.safetensors"
+    stamp = done.stat().st_mtime_ns
+    for name in ("rgb/index.json", "rgb/demo_4_00000.safetensors", "condition/pointmap/demo_7_00000.safetensors"):
+        (cache / name).unlink()
+    (cache / "rgb/demo_4_00000.safetensors.tmp123").write_bytes(b"half")
+    with pytest.raises(UserError, match="rgb is unfinished: run prepare_robocasa.py"):
+        LatentCache(prepare(pointmaps=True, parts="pointmap")["config"], "i2v")
+    result = prepare(pointmaps=True)
+    assert [w.key for w in result["todo"]["rgb"]] == ["demo_4_00000"]
+    assert contents(cache) == whole
+    assert done.stat().st_mtime_ns == stamp
+
+
+def test_pointmaps_are_added_to_an_rgb_cache(prepare, tmp_path):
+    prepare()
+    rgb = contents(tmp_path / "cache")
+    assert {name.split("/")[0] for name in rgb} == {"rgb", "condition"}
+    result = prepare(pointmaps=True)
+    assert not result["todo"]["rgb"]
+    assert not result["todo"]["condition/text"]
+    both = contents(tmp_path / "cache")
+    assert {name: both[name] for name in rgb} == rgb
+    assert LatentCache(result["config"], "i2v").modalities == ["rgb", "pointmap"]
+
+
+def test_a_stale_cache_is_refused_and_rebuilt(prepare, tmp_path):
+    config = prepare()["config"]
+    before = contents(tmp_path / "cache")
+    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: --force=True"):
+        prepare(cell_height=32)
+    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32"):
+        LatentCache(trainer_settings(config, cell_height=32), "i2v")
+    with pytest.raises(UserError, match="text is stale: max_text_tokens was 16, now 8"):
+        prepare(max_text_tokens=8)
+    assert contents(tmp_path / "cache") == before  # a refusal touches nothing
+
+    result = prepare(max_text_tokens=8, force=True)  # only what is stale
+    assert sorted(result["rebuild"]) == ["condition/text"]
+    assert LatentCache(result["config"], "i2v").text.shape[1] == 8
+    result = prepare(max_text_tokens=8, force=True, parts="rgb")  # what is asked for
+    assert result["rebuild"] == ["rgb"]
+    assert contents(tmp_path / "cache/rgb") == {k[4:]: v for k, v in before.items() if k.startswith("rgb/")}
+    assert LatentCache(prepare(cell_height=32, max_text_tokens=8, force=True)["config"], "i2v").train
+
+
+def test_another_recording_or_vae_makes_the_cache_stale(world, prepare, tmp_path):
+    config = prepare(pointmaps=True)["config"]
+    recording = tmp_path / "robot.hdf5"
+    shutil.copy(world / "robot.hdf5", recording)
+    LatentCache(trainer_settings(config, data=str(recording)), "i2v")  # a copy elsewhere is the same recording
+    with h5py.File(recording, "r+") as file:
+        file[DEPTH][0, 0, 0] += 1
+    with pytest.raises(UserError, match="rgb is stale: data_content was"):
+        LatentCache(trainer_settings(config, data=str(recording)), "i2v")
+    shutil.copytree(world / "i2v/vae", tmp_path / "model/vae")
+    shutil.copytree(world / "i2v/text_encoder", tmp_path / "model/text_encoder")
+    shutil.copytree(world / "i2v/tokenizer", tmp_path / "model/tokenizer")
+    LatentCache(trainer_settings(config, model=str(tmp_path / "model")), "i2v")  # and so is a copy of the checkpoint
+    path = tmp_path / "model/vae/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"latents_std": [1.0] * 16}))
+    with pytest.raises(UserError, match="rgb is stale: vae was"):
+        LatentCache(trainer_settings(config, model=str(tmp_path / "model")), "i2v")
+    with pytest.raises(UserError, match="pointmap is stale: workspace_box was , now 0,0,0,1,1,1"):
+        LatentCache(trainer_settings(config, workspace_box="0,0,0,1,1,1"), "i2v")
+
+
+def test_a_damaged_file_is_named(prepare, tmp_path):
+    config = prepare()["config"]
+    path = tmp_path / "cache/rgb/demo_0_00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    cache = LatentCache(config, "i2v")
+    with pytest.raises(UserError, match="demo_0_00000.safetensors: .*delete it and run prepare_robocasa.py again"):
+        cache.sample(cache.train[0])
+
+
+# ---------------------------------------------------------------------------------------- bad input: nothing is written
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cell_height": 20}, r"cell_height=20: want a multiple of 8 \(16 or 24\)"),
+        ({"num_frames": 6}, r"num_frames=6: want 4n\+1 \(5 or 9\)"),
+        ({"num_frames": 9}, "no train windows left"),
+        ({"views": f"{LEFT},front"}, "views=front: demo_0 of .* has the views"),
+        ({"data": "none.hdf5"}, "data=none.hdf5: no such file"),
+        ({"parts": "rgb,depth"}, "parts=rgb,depth: 'depth' is none of rgb, pointmap, condition"),
+        ({"vae_dtype": "float16"}, "vae_dtype=float16: want float32 or bfloat16"),
+        ({"window_stride": 0}, "window_stride=0: want at least 1"),
+        ({"pointmaps": True, "workspace_box": "0,0,0,1,1"}, "workspace_box=0,0,0,1,1: want x0,y0,z0,x1,y1,z1"),
+        ({"pointmaps": True, "workspace_box": "5,5,5,6,6,6"}, "holds none of the points, which span"),
+        ({"cell_height": 2**24, "cell_width": 2**24}, "GB free: choose another disk, or cache_dtype=bfloat16"),
+    ],
+)
+def test_bad_settings(prepare, tmp_path, settings, message):
+    with pytest.raises(UserError, match=message) as error:
+        prepare(**settings)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_nan_depth_in_the_last_demo_is_found_before_anything_is_written(world, prepare, tmp_path):
+    path = tmp_path / "robot.hdf5"
+    shutil.copy(world / "robot.hdf5", path)
+    with h5py.File(path, "r+") as file:
+        file[DEPTH][2, 3, 4] = np.nan
+    with pytest.raises(UserError, match="demo_9/robot0_agentview_left_depth: got NaN in frame 2"):
+        prepare(data=path, pointmaps=True)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_whole_files(prepare, tmp_path, monkeypatch):
+    written, write_bytes = [], Path.write_bytes
+
+    def fill_up(path, content):
+        written.append(path)
+        if len(written) > 6:
+            write_bytes(path, content[:10])
+            raise OSError(28, os.strerror(28))
+        return write_bytes(path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write .No space left on device.: free"):
+        patch.setattr(Path, "write_bytes", fill_up)
+        prepare()
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert len(files) == 6
+    assert all(safetensors.torch.load_file(path) for path in files if path.suffix == ".safetensors")
+    assert LatentCache(prepare()["config"], "i2v").train  # it continues
+
+
+def test_inspection(world, prepare, tmp_path, capsys):
+    with pytest.raises(SystemExit) as leave:
+        prepare(inspect=True, model="none")  # looks at recordings alone
+    assert not leave.value.code
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["verdict", "PASS"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["inspect.png"]
+
+    path = tmp_path / "robot.hdf5"
+    shutil.copy(world / "robot.hdf5", path)
+    with h5py.File(path, "r+") as file:
+        for demo in file["data"].values():
+            for view in VIEWS:
+                demo[f"obs/{view}_depth"][...] *= 1000
+    with pytest.raises(UserError, match="verdict FAIL: depth is in millimetres"):
+        prepare(data=path, inspect=True)
+    with h5py.File(path, "r+") as file:
+        for demo in file["data"].values():
+            for name in [name for name in demo["obs"] if not name.endswith("_image")]:
+                del demo[f"obs/{name}"]
+    with pytest.raises(SystemExit):
+        prepare(data=path, inspect=True)
+    assert "PASS for RGB alone" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------- as it is used
+
+
+def test_two_ranks_write_the_cache_of_one_and_errors_are_one_line(world, prepare, tmp_path):
+    prepare(pointmaps=True)
+    alone = contents(tmp_path / "cache")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    settings = [f"--model={world / 'i2v'}", f"--data={world / 'robot.hdf5'}", f"--cache_dir={tmp_path / 'two'}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    script = str(REPOSITORY / "prepare_robocasa.py")
+    subprocess.run([*torchrun, script, *settings, "--pointmaps=True"], check=True, env=environment, timeout=300)
+    assert contents(tmp_path / "two") == alone
+
+    command = [sys.executable, script, *settings, "--views=front"]
+    failed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith("error: views=front: demo_0")
+    assert "Traceback" not in failed.stderr
