@@ -14,6 +14,7 @@ import time
 
 import torch
 
+import data as robot_data
 import encoders
 import fsdp
 import model as wan_model
@@ -21,7 +22,7 @@ import rollout
 import validate
 from configurator import UserError, configure
 
-model = "random:i2v-a14b"  # random:i2v-a14b | random:ti2v-5b | random:t2v-a14b | random:t2v-1.3b, or :NUM_LAYERS behind it
+model = "random:i2v-a14b"  # random: and i2v-a14b, ti2v-5b, t2v-a14b or t2v-1.3b; fewer layers: random:i2v-a14b:10
 pointmaps = False  # a second row of cells under the first (HCPT)
 num_views = 2  # cells side by side
 cell_height = 432  # pixels
@@ -47,11 +48,14 @@ with fsdp.all_ranks_agree():
     z_dim, stride = encoders.latent_geometry(model)
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype={dtype}: want float32 or bfloat16")
+    robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
 wan.dtype = getattr(torch, dtype)
-latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, (1 + pointmaps) * cell_height // stride[1], num_views * cell_width // stride[2])
+latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, (1 + pointmaps) * cell_height // stride[1],
+                num_views * cell_width // stride[2])  # fmt: skip
 tokens = wan_model.num_tokens(latent_shape)
 flops = wan_model.step_flops(wan.config, tokens, lora_rank > 0) * batch_size
-mesh = fsdp.make_mesh(device, dp_replicate)
+with fsdp.all_ranks_agree():
+    mesh = fsdp.make_mesh(device, dp_replicate)
 
 
 def synchronize():
@@ -98,7 +102,8 @@ def measure(plain):
         synchronize()
         seconds.append(time.perf_counter() - started)
         if rank == 0:
-            print(f"  {'baseline' if plain else 'nanowan'} step {step} {expert}: loss {loss.item():.3f}, {seconds[-1]:.2f} s", flush=True)
+            name = "baseline" if plain else "nanowan"
+            print(f"  {name} step {step} {expert}: loss {loss.item():.3f}, {seconds[-1]:.2f} s", flush=True)
     peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else float("nan")
     wan.experts.clear()
     return seconds[-steps:], peak, seconds[0]
@@ -107,14 +112,16 @@ def measure(plain):
 rows = []
 for plain in (True, False) if baseline else (False,):
     seconds, peak, first = measure(plain)
-    rows.append(("diffusers + peft, full checkpointing, eager" if plain else
-                 f"nanoWan, {checkpointing} checkpointing{', compiled' if compile_blocks else ''}", seconds, peak, first))  # fmt: skip
+    ours = f"nanoWan, {checkpointing} checkpointing{', compiled' if compile_blocks else ''}"
+    rows.append(("diffusers + peft, full checkpointing, eager" if plain else ours, seconds, peak, first))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 if rank == 0:
-    print(f"\n{model}, {tokens:,} tokens, batch {batch_size} a GPU, {f'LoRA rank {lora_rank}' if lora_rank else 'full'}, "
-          f"{world_size} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")  # fmt: skip
+    method = f"LoRA rank {lora_rank}" if lora_rank else "full"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"\n{model}, {tokens:,} tokens, batch {batch_size} a GPU, {method}, {world_size} x {name}, "
+          f"torch {torch.__version__}")  # fmt: skip
     print(f"{'':48s} s/step     MFU  peak GB  first step")
     for name, seconds, peak, first in rows:
         median = statistics.median(seconds)

@@ -31,6 +31,7 @@ OPERATORS = {
     ast.FloorDiv: operator.floordiv,
 }
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "h5py")
+DISK_FULL = ("No space left on device", "Disk quota exceeded")  # the system's words, whoever raises them
 
 
 class UserError(ValueError):
@@ -87,7 +88,7 @@ def save_config(out_dir, config):
 
 
 def _show(kind, error, trace):
-    if issubclass(kind, UserError):
+    if issubclass(kind, UserError) or any(full in str(error) for full in DISK_FULL):
         print("error:", " ".join(str(error).split()), file=sys.stderr)
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)

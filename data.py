@@ -185,9 +185,8 @@ class RobotDemos:
         try:
             frames = self.file[f"data/{window.demo}/obs/{name}"][window.start : window.start + window.length]
         except OSError as error:
-            raise UserError(
-                f"data={self.path}: {window.demo}/{name} is damaged ({_first_line(error)}): copy the file again"
-            ) from None
+            damage = f"{window.demo}/{name} is damaged ({_first_line(error)})"
+            raise UserError(f"data={self.path}: {damage}: copy the file again") from None
         held = num_frames - len(frames)
         return np.concatenate([frames, np.repeat(frames[-1:], held, 0)]) if held > 0 else frames[:num_frames]
 
@@ -201,12 +200,8 @@ class RobotDemos:
         depth = depth[..., 0] if depth.ndim == 4 else depth
         K = self._read(window, f"{view}_intrinsics", num_frames).astype(np.float32)
         E = self._read(window, f"{view}_extrinsics", num_frames).astype(np.float32)
-        for name, array, bad in (
-            ("depth", depth, np.isnan(depth)),
-            ("intrinsics", K, ~np.isfinite(K)),
-            ("extrinsics", E, ~np.isfinite(E)),
-        ):
-            if bad.any():
+        for name, array in (("depth", depth), ("intrinsics", K), ("extrinsics", E)):
+            if (bad := np.isnan(array) if name == "depth" else ~np.isfinite(array)).any():
                 frame = window.start + int(bad.reshape(len(array), -1).any(1).argmax())
                 raise UserError(f"{window.demo}/{view}_{name}: got NaN in frame {frame}, want 0 where depth is unknown")
         return depth, K, E
@@ -270,8 +265,10 @@ def split_cells(grid, modalities, views):
 
 def check_sizes(num_frames, cell_height, cell_width, stride):
     """UserError unless the VAE (stride t, h, w) and the transformer's 2 x 2 patches divide a cell evenly."""
-    sides = (("cell_height", cell_height, stride[1] * 2), ("cell_width", cell_width, stride[2] * 2))
-    for name, size, multiple in sides:
+    for name, size, multiple in (
+        ("cell_height", cell_height, 2 * stride[1]),
+        ("cell_width", cell_width, 2 * stride[2]),
+    ):
         if size % multiple or size <= 0:
             below = max(size // multiple, 1) * multiple
             raise UserError(f"{name}={size}: want a multiple of {multiple} ({below} or {below + multiple})")

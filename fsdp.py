@@ -4,6 +4,7 @@ One process works without torchrun and without any of this: init() then returns 
 Checkpoints are torch.distributed.checkpoint's, in safetensors files (no pickle): saved on N ranks, loaded on M.
 """
 
+import glob
 import json
 import os
 import re
@@ -36,18 +37,20 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 def init(device="auto"):
     """Join the process group that torchrun describes, if any -> (rank, world_size, torch.device).
 
-    device: "auto" | "cpu" | "cuda". On CUDA attention is set to cuDNN's kernel before PyTorch's own flash kernel for the
-    whole process: measured 1.6 times as fast on an H200, and PyTorch's default order would not take it.
+    device: "auto" | "cpu" | "cuda". On CUDA attention is set to cuDNN's kernel before PyTorch's own flash kernel for
+    the whole process: measured 1.6 times as fast on an H200, and PyTorch's default order would not take it.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"device={device}: want auto, cpu or cuda")
     if device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("device=cuda: this torch sees no GPU; want device=cpu, or a CUDA build of torch")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        sdpa_kernel(kernels, set_priority=True).__enter__()
+        order = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+        sdpa_kernel(list(order), set_priority=True).__enter__()
     device = torch.device(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on tiny models OpenMP's threads spin longer than they work: 3 to 20 times slower
@@ -81,7 +84,7 @@ def reduce_sum(values):
 
 @contextmanager
 def all_ranks_agree():
-    """A UserError in the body on any rank is raised on all of them, with the message of the first: nobody is left waiting."""
+    """A UserError in the body on any rank ends all of them, with the message of the first: nobody is left waiting."""
     message = ""
     try:
         yield
@@ -134,11 +137,11 @@ def wrap_blocks(transformer, checkpointing, compile_blocks):
 
 def make_mesh(device, dp_replicate):
     """-> a (dp_replicate, dp_shard) device mesh over all ranks, or None in one process. Replicas hold whole copies."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size % dp_replicate:
+        raise UserError(f"dp_replicate={dp_replicate}: want a divisor of the {world_size} ranks, e.g. one a node")
     if not dist.is_initialized():
         return None
-    world_size = dist.get_world_size()
-    if world_size % dp_replicate:
-        raise UserError(f"dp_replicate={dp_replicate}: want a divisor of the {world_size} ranks, e.g. the number of nodes")
     shape = (dp_replicate, world_size // dp_replicate)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     return mesh if dp_replicate > 1 else mesh["dp_shard"]
@@ -148,12 +151,13 @@ def shard(transformer, mesh):
     """FSDP2 with one wrap a block plus the root, each parameter in the dtype it is stored in.
 
     The default MixedPrecisionPolicy is on purpose: a param_dtype would cast the float32 norms and modulation to bf16.
-    Matrix products are bf16 by autocast; trainable parameters are stored in float32, so gradients are reduced in float32.
+    Matrix products are bf16 by autocast; trainable parameters are stored, so gradients are reduced, in float32.
     """
     if mesh is not None:
         for block in transformer.blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(transformer, mesh=mesh)
+        # By default the root would stay gathered after a validation forward and miss that EMA swaps its parameters.
+        fully_shard(transformer, mesh=mesh, reshard_after_forward=True)
     return transformer
 
 
@@ -176,7 +180,7 @@ def gather(tensors):
 
 
 class EMA:
-    """Exponential moving average of parameters: shadow <- decay shadow + (1 - decay) parameter, float32, sharded alike."""
+    """Moving average of parameters: shadow <- decay shadow + (1 - decay) parameter, in float32, sharded alike."""
 
     def __init__(self, parameters, decay):
         self.parameters, self.decay = parameters, decay
@@ -214,7 +218,8 @@ def training_tensors(parameters, optimizer, ema, saved=None):
     for name, parameter in parameters.items():
         if saved is not None and f"optimizer.{name}.exp_avg" in saved:
             moments = dict(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-            optimizer.state[parameter] = dict(step=torch.tensor(0.0), **moments)
+            count = torch.zeros((), device=parameter.device if optimizer.defaults["fused"] else "cpu")
+            optimizer.state[parameter] = dict(step=count, **moments)
         for key, tensor in optimizer.state.get(parameter, {}).items():  # an expert not drawn so far has none
             tensors[f"optimizer.{name}.{key}"] = tensor
     if ema is not None:
@@ -225,15 +230,15 @@ def training_tensors(parameters, optimizer, ema, saved=None):
 def checkpoints(out_dir):
     """Whole checkpoints of a run, oldest first: [out_dir/ckpt/step_000120, ...]."""
     folder = os.path.join(out_dir, "ckpt")
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    return [os.path.join(folder, name) for name in names if re.fullmatch(r"step_\d{6,}", name)]
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"step_\d{6,}", name)] if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name.removeprefix("step_")))]
 
 
 def checkpoint_to_resume(out_dir, resume):
     """-> the last whole checkpoint of out_dir, or None for a new run."""
     found = checkpoints(out_dir)
     if found and not resume:
-        raise UserError(f"resume=False: {out_dir} holds {os.path.basename(found[-1])}: choose another out_dir or move it away")
+        raise UserError(f"resume=False: {out_dir} holds {os.path.basename(found[-1])}: choose another out_dir")
     return found[-1] if found else None
 
 
@@ -246,38 +251,47 @@ def check_same_config(checkpoint, saved, current, may_change):
         raise UserError(f"{checkpoint} was made with another config ({listed}): use another out_dir or the old values")
 
 
+@contextmanager
+def one_line_if_disk_fails(final, temporary):
+    """Where a rank cannot write a checkpoint all end with one line, and what was written of it is removed."""
+    with all_ranks_agree():
+        try:
+            yield
+        except (OSError, CheckpointException) as error:  # DCP raises one rank's failure on all
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            shutil.rmtree(temporary, ignore_errors=True)
+            kept = "the last whole one is kept; free some space and resume"
+            raise UserError(f"checkpoint {final}: {reason}: {kept}") from None
+
+
 def save_checkpoint(out_dir, step, tensors, meta, keep_last):
     """Write out_dir/ckpt/step_NNNNNN: each rank its shards, then meta.json, then one rename. Collective.
 
-    A kill at any moment leaves the previous checkpoint or this one, never a part: the name appears only after every rank
-    has come to the barrier behind its last written byte.
+    A kill at any moment leaves the previous checkpoint or this one, never a part: the name appears only after every
+    rank has written its last byte and all agree that none failed.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     folder = os.path.join(out_dir, "ckpt")
     final = os.path.join(folder, f"step_{step:06d}")
     temporary = os.path.join(folder, f"tmp_{step:06d}")
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.makedirs(temporary)
-    barrier()
-    with all_ranks_agree():
-        try:
-            writer = HuggingFaceStorageWriter(temporary, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-        except CheckpointException as error:  # one rank's failure, raised on all
-            reason = next(iter(error.failures.values()))[0]
-            raise UserError(f"checkpoint {final}: {reason}: the last whole one is kept; free some space and resume") from None
-    barrier()
-    if rank == 0:
-        with open(os.path.join(temporary, "meta.json"), "w") as file:
-            json.dump(meta, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        for old in checkpoints(out_dir)[:-keep_last] if keep_last > 0 else []:
-            shutil.rmtree(old, ignore_errors=True)
-    barrier()
+    with one_line_if_disk_fails(final, temporary):
+        if rank == 0:
+            for left_by_a_kill in glob.glob(os.path.join(glob.escape(folder), "tmp_*")):
+                shutil.rmtree(left_by_a_kill)
+            os.makedirs(temporary)
+    with one_line_if_disk_fails(final, temporary):
+        writer = HuggingFaceStorageWriter(temporary, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    with one_line_if_disk_fails(final, temporary):
+        if rank == 0:
+            with open(os.path.join(temporary, "meta.json"), "w") as file:
+                json.dump(meta, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+            for old in checkpoints(out_dir)[:-keep_last] if keep_last > 0 else []:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def read_meta(path):

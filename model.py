@@ -1,6 +1,6 @@
 """Wan 2.2 transformers: load them, turn (noisy latents, sigma, condition, text) into a velocity, LoRA, export.
 
-    sigma in [0, 1], timestep = 1000 sigma, x_sigma = (1 - sigma) x0 + sigma noise, velocity = noise - x0 (rectified flow)
+    rectified flow: sigma in [0, 1], timestep = 1000 sigma, x_sigma = (1 - sigma) x0 + sigma noise, velocity noise - x0
 
 Three kinds, told apart by the checkpoint's own config:
     i2v    36 input channels: noisy 16 | given_mask 4 | condition 16; two experts (Wan2.2-I2V-A14B)
@@ -26,11 +26,12 @@ from configurator import UserError
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
 LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
 RANDOM = {  # full-size shapes for `model="random:NAME"`: measuring speed and memory without a download
-    "i2v-a14b": dict(experts=2, boundary_ratio=0.9, num_attention_heads=40, num_layers=40, ffn_dim=13824, in_channels=36),
+    "i2v-a14b": dict(experts=2, boundary_ratio=0.9, num_attention_heads=40, num_layers=40, ffn_dim=13824,
+                     in_channels=36),
     "t2v-a14b": dict(experts=2, boundary_ratio=0.875, num_attention_heads=40, num_layers=40, ffn_dim=13824),
     "t2v-1.3b": dict(experts=1, boundary_ratio=None, num_attention_heads=12, num_layers=30, ffn_dim=8960),
-    "ti2v-5b": dict(experts=1, boundary_ratio=None, num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48,
-                    out_channels=48, expand_timesteps=True),
+    "ti2v-5b": dict(experts=1, boundary_ratio=None, num_attention_heads=24, num_layers=30, ffn_dim=14336,
+                    in_channels=48, out_channels=48, expand_timesteps=True),
 }  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def describe(model, boundary_ratio=0.0):
     """
     if model.startswith("random:"):
         name, _, num_layers = model.removeprefix("random:").partition(":")
-        if name not in RANDOM:
+        if name not in RANDOM or not (num_layers or "1").isdecimal():
             raise UserError(f"model={model}: want random: and one of {', '.join(RANDOM)}")
         shape = dict(RANDOM[name])
         num_experts, index_boundary = shape.pop("experts"), shape.pop("boundary_ratio")
@@ -72,11 +73,12 @@ def describe(model, boundary_ratio=0.0):
             index = DiffusionPipeline.load_config(model)
             config = WanTransformer3DModel.load_config(model, subfolder="transformer")
         except OSError as error:
-            raise UserError(f"model={model}: no diffusers checkpoint there ({str(error).splitlines()[0][:120]})") from None
+            reason = str(error).splitlines()[0][:120]
+            raise UserError(f"model={model}: no diffusers checkpoint there ({reason})") from None
         num_experts = 2 if (index.get("transformer_2") or [None])[0] else 1
         index_boundary, expand_timesteps = index.get("boundary_ratio"), index.get("expand_timesteps", False)
         if os.path.isdir(model) and num_experts == 2 and not os.path.isdir(os.path.join(model, "transformer_2")):
-            raise UserError(f"model={model}: model_index.json names transformer_2 but the folder is missing: copy it there")
+            raise UserError(f"model={model}: model_index.json names transformer_2, which is missing: copy it there")
     if config.get("image_dim"):
         raise UserError(f"model={model}: has a CLIP image encoder (Wan 2.1 I2V); want a Wan 2.2 checkpoint")
     if config["in_channels"] == 2 * config["out_channels"] + 4:
@@ -101,7 +103,7 @@ def kind_of(model):
 
 
 def load_transformer(wan, expert, device, dtype, seed=0):
-    """-> the expert's WanTransformer3DModel in dtype, its norms, modulation and time embedder in float32, frozen, eval."""
+    """-> the expert's WanTransformer3DModel in dtype (norms, modulation, time embedder in float32), frozen, eval."""
     if wan.model.startswith("random:"):
         torch.manual_seed(seed + list(FOLDERS).index(expert))  # the same on every rank
         default = torch.get_default_dtype()
@@ -152,7 +154,7 @@ def generated_mask(wan, latents, condition):
 
 
 def clamp_given(wan, latents, condition):
-    """Put the clean first latent frame back where it is given (ti2v, t2v with a condition); i2v: latents as they are."""
+    """Put the clean first latent frame back where it is given (ti2v, t2v with a condition); i2v: leave the latents."""
     if wan.kind == "i2v" or condition is None:
         return latents
     gen_mask = generated_mask(wan, latents, condition)
@@ -164,7 +166,7 @@ def velocity(wan, latents, sigma, condition, text):
 
     latents b c f h w; sigma b, float32, on the CPU; text b n d; condition by kind, normalised VAE latents:
     i2v: b c f h w, [first frame, zeros ...] encoded as one clip; ti2v: b c 1 h w, the first frame encoded alone;
-    t2v: None, or b c 1 h w to clamp. -> velocity b c f h w, float32. The layout is diffusers' WanImageToVideoPipeline's.
+    t2v: None, or b c 1 h w to clamp. -> velocity b c f h w, float32. The layout is that of WanImageToVideoPipeline.
     """
     b, c, f, h, w = latents.shape
     expert = wan.experts[route(wan.boundary_ratio, sigma)]
@@ -221,7 +223,8 @@ def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, l
     tokens: of one micro-batch. Activations: bytes a token, layer and unit of width, measured on an H200 in bf16
     (none 52, full 3, selective 6.4), twice that in float32.
     """
-    dim, layers, parameters = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"], count_parameters(config)
+    dim, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
+    parameters = count_parameters(config)
     bytes_each = 4 if dtype == torch.float32 or not lora_rank else 2
     trainable = parameters
     if lora_rank:
@@ -276,9 +279,11 @@ def adapter_name(parameter_name):
 COMFYUI = {  # diffusers module name -> the name in the original Wan code, which ComfyUI keeps
     "attn1.": "self_attn.", "attn2.": "cross_attn.", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o",
     "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2", "proj_out": "head.head",
-    "condition_embedder.time_embedder.linear_1": "time_embedding.0", "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.time_proj": "time_projection.1",
-    "condition_embedder.text_embedder.linear_1": "text_embedding.0", "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
 }  # fmt: skip
 
 
@@ -308,7 +313,8 @@ def export_lora(folder, adapters, rank, alpha, targets):
     for expert, tensors in adapters.items():
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         WanPipeline.save_lora_weights(temporary, transformer_lora_layers=tensors, safe_serialization=True,
-                                      weight_name=f"{LORA_FILES[expert]}.safetensors", transformer_lora_adapter_metadata=metadata)  # fmt: skip
+                                      weight_name=f"{LORA_FILES[expert]}.safetensors",
+                                      transformer_lora_adapter_metadata=metadata)  # fmt: skip
         save_file(comfyui_tensors(tensors, alpha), f"{temporary}/comfyui_{LORA_FILES[expert]}.safetensors")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
@@ -323,7 +329,7 @@ def read_lora(folder, expert):
     """-> ({"blocks.0.attn1.to_q.lora_A.weight": tensor}, rank, alpha, targets) from an exported folder."""
     path = os.path.join(folder, f"{LORA_FILES[expert]}.safetensors")
     if not has_lora(folder, expert):
-        raise UserError(f"lora={folder}: no {LORA_FILES[expert]}.safetensors in it; want a lora/ folder that a run exported")
+        raise UserError(f"lora={folder}: no {os.path.basename(path)} in it; want a lora/ folder that a run exported")
     with safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
@@ -351,7 +357,7 @@ def load_lora(transformer, tensors, source):
 def export_model(folder, wan, state_dicts):
     """Write a complete diffusers folder: the trained transformers' weights beside the other parts of wan.model.
 
-    state_dicts: {"high": {name: cpu tensor}, ...}. Experts not in it are copied. The folder appears whole or not at all.
+    state_dicts: {"high": {name: cpu tensor}, ...}; other experts are copied. The folder appears whole or not at all.
     """
     temporary = f"{folder}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)

@@ -100,7 +100,7 @@ def sample_points(demos, num_samples=100):
     for i in np.linspace(0, len(frames) - 1, min(num_samples, len(frames)), dtype=int):
         for view in demos.views:
             xyz, valid = demos.points(frames[i], view, 1)
-            points.append(xyz[valid][::4])
+            points.append(xyz[valid][::7])  # odd, so that it does not keep to some columns
     points = np.concatenate(points)
     if not len(points):
         raise UserError(f"data={data}: no pixel has a known depth (all 0 or infinite), pointmaps need one")
@@ -151,7 +151,13 @@ def run_inspection():
             colours = (normalise_points(torch.from_numpy(xyz), box).numpy() + 1) / 2 * valid[..., None]
             rows.append((f"{view} depth {near:.2f}..{far:.2f} m", (turbo * 255).astype(np.uint8)))
             rows.append((f"{view} xyz as colour", (colours * 255).astype(np.uint8)))
-    print(f"contact sheet {video.contact_sheet(Path(cache_dir) / 'inspect.png', rows)}: look whether it is upright")
+    try:
+        sheet = video.contact_sheet(Path(cache_dir) / "inspect.png", rows)
+    except OSError as error:
+        raise UserError(
+            f"cache_dir={cache_dir}: cannot write there ({error.strerror}), choose another folder"
+        ) from None
+    print(f"contact sheet {sheet}: look whether it is upright")
 
     if not has_depth:
         print("verdict       PASS for RGB alone: there is no depth to check the orientation with, so look at the sheet")

@@ -15,8 +15,9 @@ def seeded(device, *key):
     """A torch.Generator that is a pure function of a key of non-negative ints, e.g. (seed, step, sample).
 
     Every draw comes from one of these, so that a run doesn't depend on the number of ranks or on interruptions.
+    The key's length is part of it: numpy pads keys with zeros, and (seed, step) would be (seed, step, sample 0).
     """
-    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+    seed = int(np.random.SeedSequence([*key, len(key)]).generate_state(1, np.uint64)[0] >> 1)
     return torch.Generator(device).manual_seed(seed)
 
 
@@ -37,7 +38,7 @@ def unshift_sigma(sigma, shift):
 
 def sigma_grid(num_steps, shift):
     """-> num_steps + 1 float32 sigmas from 1 to 0, those of diffusers' FlowMatchEulerDiscreteScheduler(shift=shift)."""
-    u = np.linspace(1.0, np.float32(shift_sigma(np.float64(0.001), shift)), num_steps)
+    u = np.linspace(1.0, shift_sigma(torch.tensor(0.001), shift).item(), num_steps)  # the scheduler shifts twice
     return torch.tensor(np.append(shift_sigma(u, shift), 0.0), dtype=torch.float32)
 
 
@@ -65,8 +66,8 @@ def draw_sigma(expert, boundary_ratio, shift, generator):
         return shift_sigma(u, shift).float()
     u_boundary = unshift_sigma(boundary_ratio, shift)
     if expert == "high":
-        return shift_sigma(u_boundary + (1 - u_boundary) * u, shift).clamp(min=boundary_ratio).float()
-    return shift_sigma(u_boundary * u, shift).clamp(max=boundary_ratio - 1e-6).float()  # float32 stays below
+        return shift_sigma(u_boundary + (1 - u_boundary) * u, shift).clamp(min=boundary_ratio + 1e-6).float()
+    return shift_sigma(u_boundary * u, shift).clamp(max=boundary_ratio - 1e-6).float()  # float32 keeps to its side
 
 
 def bin_sigmas(expert, boundary_ratio, shift, num_bins):
@@ -100,8 +101,8 @@ def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidanc
 def sample_ode(wan, noise, condition, text, negative_text, sigmas, guidance_scale, guidance_scale_2, progress=None):
     """Euler's method on the probability flow: x <- x + velocity (sigma_next - sigma), float32.
 
-    noise b c f h w; sigmas k+1 from sigma_grid; the rest as in guided_velocity. -> latents b c f h w, given frame restored.
-    progress: a label for a progress bar, None for no bar.
+    noise b c f h w; sigmas k+1 from sigma_grid; the rest as in guided_velocity. progress: a label for a progress bar,
+    None for no bar. -> latents b c f h w, given frame restored.
     """
     latents = noise.float()
     steps = range(len(sigmas) - 1)

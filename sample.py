@@ -63,6 +63,9 @@ with fsdp.all_ranks_agree():
     wan = wan_model.describe(model, boundary_ratio)
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype={dtype}: want float32 or bfloat16")
+    for name, low in dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01).items():
+        if config[name] < low:
+            raise UserError(f"{name}={config[name]}: want at least {low}")
     wan.dtype = getattr(torch, dtype)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
@@ -94,7 +97,7 @@ with fsdp.all_ranks_agree():
         truth, valid = {}, {}
         for i, path in enumerate(images.split(",")):
             try:
-                pixels = np.asarray(Image.open(path.strip()).convert("RGB"))
+                pixels = np.array(Image.open(path.strip()).convert("RGB"))
             except OSError as error:
                 raise UserError(f"images={path}: {error}") from None
             truth["rgb", str(i)] = robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)  # 3 1 h w
@@ -109,7 +112,8 @@ if wan.kind != "t2v" or clamp_first_frame:
     condition = robot_data.join_cells({name: encoders.encode_condition(vae, cell[None, :, 0], num_frames, wan.kind)
                                        for name, cell in truth.items()})  # b z F|1 H W  # fmt: skip
 tokenizer, text_encoder = encoders.load_text_encoder(model, device)
-text, negative = encoders.encode_text(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens).to(device).split(1)
+text = encoders.encode_text(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens).to(device)
+text, negative = text.split(1)  # 1 n d each
 del tokenizer, text_encoder
 
 # ----------------------------------------------------------------------------- model
@@ -133,16 +137,20 @@ for expert in wan.expert_names:
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 if checkpoint:
     kind = "ema" if settings["ema_decay"] > 0 else "parameter"
-    parameters = wan_model.trainable_parameters(wan)
-    fsdp.load_checkpoint(checkpoint, {f"{kind}.{name}": parameter.detach() for name, parameter in parameters.items()})
+    tensors = {f"{kind}.{name}": p.detach() for name, p in wan_model.trainable_parameters(wan).items()}
+    with fsdp.all_ranks_agree():
+        if missing := sorted(tensors.keys() - fsdp.saved_names(checkpoint)):
+            raise UserError(f"checkpoint={checkpoint}: holds no {missing[0]}: want the model it was trained from")
+    fsdp.load_checkpoint(checkpoint, tensors)
 
 # ----------------------------------------------------------------------------- sample, decode, write
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
                 len(view_names) * cell_width // stride[2])  # fmt: skip
 sigmas = rollout.sigma_grid(num_inference_steps, shift)
 if rank == 0:
-    print(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, guidance {guidance_scale:g} "
-          f"(high) {guidance_scale_2:g} (low), latents {latent_shape}\nprompt: {prompt}")  # fmt: skip
+    print(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, "
+          f"guidance {guidance_scale:g} (high) {guidance_scale_2:g} (low), latents {latent_shape}")  # fmt: skip
+    print(f"prompt: {prompt}")
 noise = rollout.randn(latent_shape, seed)[None].to(device)
 latents = rollout.sample_ode(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
                              progress="sampling" if rank == 0 else None)  # fmt: skip

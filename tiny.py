@@ -58,8 +58,8 @@ VIEWS = {"robot0_agentview_left": -1, "robot0_agentview_right": 1}  # side of th
 AZIMUTH, ELEVATION, DISTANCE = 18.0, 55.0, 1.1  # degrees, degrees, metres to the table's centre
 IMAGE_SIZE = 32  # pixels; the recipes resize to cells of 16
 FOCAL = 2.0  # focal length in image sizes: the image spans 0.55 m at the table's centre
-TABLE_HEIGHT, TABLE_HALF = 0.2, 0.27  # the table is a thin square above a floor at z = 0
-RADIUS, SPEED = 0.08, 0.035  # of the ball, metres and metres a frame: about 2 pixels and 1 pixel of a 16 x 16 cell
+TABLE_HEIGHT, TABLE_HALF = 0.1, 0.27  # the table is a thin square above a floor at z = 0
+RADIUS, SPEED = 0.08, 0.035  # of the ball, metres and metres a frame: 2.3 pixels and 1 pixel of a 16 x 16 cell
 START = 0.07  # the ball starts within this of the centre, wherever it is to go, so that only the prompt tells
 NUM_FRAMES = (5, 8)  # shortest and longest demonstration
 TABLE_GREY, FLOOR_GREY = 165, 125

@@ -18,6 +18,7 @@ import time
 from contextlib import nullcontext
 
 import torch
+from diffusers import WanTransformer3DModel
 from torch.utils.data import DataLoader
 
 import data as robot_data
@@ -31,7 +32,7 @@ from plot import MetricsLog, draw_curves
 
 # ----------------------------------------------------------------------------- settings
 # model and output
-model = "out/tiny/i2v"  # diffusers folder, hub id, or random:i2v-a14b | random:ti2v-5b | random:t2v-a14b | random:t2v-1.3b
+model = "out/tiny/i2v"  # diffusers folder, hub id, or random:NAME (i2v-a14b, ti2v-5b, t2v-a14b, t2v-1.3b)
 out_dir = "out/tiny_i2v"  # everything the run leaves behind
 resume = True  # go on from out_dir's last checkpoint; False: out_dir must hold none
 init_lora = ""  # an exported lora/ folder to start from
@@ -98,9 +99,9 @@ log_interval = 10  # steps between lines
 config = configure(globals(), also=("prepare_robocasa.py",))
 MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "num_workers", "max_bad_steps", "eval_interval",
-    "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2", "fps",
-    "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops", "save_interval", "keep_last", "log_interval",
-    "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
+    "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2",
+    "fps", "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops", "save_interval", "keep_last",
+    "log_interval", "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
 }  # fmt: skip
 
 # ----------------------------------------------------------------------------- checks, before any weight is loaded
@@ -123,16 +124,31 @@ with fsdp.all_ranks_agree():
         raise UserError(f"dtype={dtype}: want float32 or bfloat16")
     if checkpointing not in ("none", "full", "selective"):
         raise UserError(f"checkpointing={checkpointing}: want none, full or selective")
-    for name, low in dict(batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, num_val_windows=1,
-                          dp_replicate=1, log_interval=1, lora_rank=0, warmup_steps=0).items():  # fmt: skip
-        if globals()[name] < low:
-            raise UserError(f"{name}={globals()[name]}: want at least {low}")
+    for name, low in dict(batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1,
+                          num_val_windows=1, num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1,
+                          log_interval=1, eval_interval=0, save_interval=0, keep_last=0, num_workers=0, lora_rank=0,
+                          warmup_steps=0, lr=0, shift=0.01, text_dropout=0, ema_decay=0, seed=0).items():  # fmt: skip
+        if config[name] < low:
+            raise UserError(f"{name}={config[name]}: want at least {low}")
+    if ema_decay >= 1 or text_dropout > 1:
+        raise UserError(f"ema_decay={ema_decay}, text_dropout={text_dropout}: want below 1, and at most 1")
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = torch_dtype
     if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):
         raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
                         + ("" if "single" in wan.expert_names else ", high or low"))  # fmt: skip
     trained = wan.expert_names if experts == "both" else (experts,)
+    if init_lora and not lora_rank:
+        raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
+    for expert in trained if lora_rank else ():  # on the meta device: a wrong target or adapter is found before loading
+        with torch.device("meta"):
+            skeleton = WanTransformer3DModel.from_config(wan.config)
+            wan_model.add_lora(skeleton, lora_rank, lora_alpha, lora_targets)
+        if init_lora:
+            tensors, _, alpha, _ = wan_model.read_lora(init_lora, expert)
+            wan_model.load_lora(skeleton, tensors, init_lora)
+            if alpha != lora_alpha:
+                raise UserError(f"lora_alpha={lora_alpha:g}: {init_lora} was trained with {alpha:g}, want the same")
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
@@ -154,24 +170,29 @@ with fsdp.all_ranks_agree():
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
                             "keep ranks x batch_size x grad_accum")  # fmt: skip
 
-boundary = "" if wan.boundary_ratio is None else f", boundary {wan.boundary_ratio} (timestep {1000 * wan.boundary_ratio:g})"
+with fsdp.all_ranks_agree():
+    mesh = fsdp.make_mesh(device, dp_replicate)
+boundary = wan.boundary_ratio and f", boundary {wan.boundary_ratio} (timestep {1000 * wan.boundary_ratio:g})"
 shares = {expert: rollout.expert_share(expert, wan.boundary_ratio, shift) for expert in wan.expert_names}
 parameters_each = wan_model.count_parameters(wan.config)
-say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {parameters_each:,} parameters{boundary}, shift {shift:g}")
-say("experts    " + ", ".join(f"{name} {share:.1%} of the steps" for name, share in shares.items()) + f"; trained: {experts}")
-say(f"validation {num_inference_steps} steps, guidance_scale {guidance_scale:g} (high), guidance_scale_2 {guidance_scale_2:g} (low)")
-say(f"grid       {' over '.join(modalities)} x {len(demos.views)} views, latents {latent_shape}, {tokens:,} tokens a clip")
+say(f"model      {model}: {wan.kind}, {len(shares)} x {parameters_each:,} parameters{boundary or ''}, shift {shift:g}")
+say(f"experts    {', '.join(f'{name} {share:.1%} of the steps' for name, share in shares.items())}; trained: {experts}")
+say(f"validation {num_inference_steps} steps, guidance_scale {guidance_scale:g} (high), "
+    f"guidance_scale_2 {guidance_scale_2:g} (low)")  # fmt: skip
+say(f"grid       {' over '.join(modalities)} x {len(demos.views)} views, latents {latent_shape}, "
+    f"{tokens:,} tokens a clip")  # fmt: skip
 say(f"data       {num_train} training windows of {num_frames} frames, {len(windows) - num_train} held out, "
     f"{num_train / global_batch:.1f} steps of {global_batch} clips an epoch")  # fmt: skip
 for demo, frames in demos.skipped:
-    say(f"           skipped {demo}: {frames} frames, shorter than num_frames={num_frames} (pad_short=True holds the last)")
+    say(f"           skipped {demo}: {frames} frames, want {num_frames} (pad_short=True holds the last)")
 say(f"cost       {flops / 1e12:,.2f} TFLOP a step and rank without recomputation")
 estimate = wan_model.estimate_memory(
     wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, torch_dtype, lora_rank,
     lora_targets, checkpointing)  # fmt: skip
-say("memory     about {:.1f} GB a GPU: weights {weights:.1f}, trained state {state:.1f}, activations {activations:.1f}".format(
-    sum(estimate.values()), **estimate))  # fmt: skip
-if device.type == "cuda" and sum(estimate.values()) > (have := torch.cuda.get_device_properties(device).total_memory / 1e9):
+say(f"memory     about {sum(estimate.values()):.1f} GB a GPU: weights {estimate['weights']:.1f}, "
+    f"trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")  # fmt: skip
+have = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else math.inf
+if sum(estimate.values()) > have:
     say(f"warning    this GPU has {have:.0f} GB: use checkpointing=selective or full, more GPUs, or a smaller clip")
 if dry_run:
     fsdp.cleanup()
@@ -180,6 +201,8 @@ if dry_run:
 # ----------------------------------------------------------------------------- data
 with fsdp.all_ranks_agree():
     cache = robot_data.LatentCache(config, wan.kind)
+    if is_main:
+        save_config(out_dir, config)  # an out_dir that cannot be written is found here
 
 
 class Clips:
@@ -213,7 +236,6 @@ def indices_from(step):
 
 
 # ----------------------------------------------------------------------------- model, LoRA, sharding
-mesh = fsdp.make_mesh(device, dp_replicate)
 loaded = wan.expert_names if num_val_videos > 0 else trained
 for expert in loaded:
     transformer = wan_model.load_transformer(wan, expert, device, torch_dtype if lora_rank else torch.float32, seed)
@@ -229,11 +251,13 @@ for expert in loaded:
     fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 parameters = wan_model.trainable_parameters(wan)
+method = f"LoRA rank {lora_rank}, alpha {lora_alpha:g}" if lora_rank else "full"
 say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors, "
-    f"{f'LoRA rank {lora_rank}, alpha {lora_alpha:g}' if lora_rank else 'full'}, on {world_size} x {device.type}")  # fmt: skip
+    f"{method}, on {world_size} x {device.type}")  # fmt: skip
 
 # ----------------------------------------------------------------------------- optimizer, resume
-optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, fused=device.type == "cuda")
+optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
+                              fused=device.type == "cuda")  # fmt: skip
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
 start_step = skipped_steps = 0
 
@@ -251,12 +275,15 @@ if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, saved))
     start_step, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
-with fsdp.all_ranks_agree():
-    if is_main:
-        save_config(out_dir, config)
-        metrics = MetricsLog(out_dir, start_step)
+if is_main:
+    metrics = MetricsLog(out_dir, start_step)
 
 # ----------------------------------------------------------------------------- validate, save
+
+
+def due(interval, step):
+    """Whether something done every `interval` steps (0: only at the end) comes after a step."""
+    return step == max_steps or (interval > 0 and step % interval == 0)
 
 
 def evaluate(step, videos):
@@ -274,15 +301,16 @@ def evaluate(step, videos):
         draw_curves(out_dir)
 
 
-def save(step):
+def save(step, evaluated):
     """A checkpoint to resume from and, with LoRA, the adapters for other tools."""
-    fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), keep_last=keep_last,
-                         meta=dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), global_batch=global_batch,
-                                   world_size=world_size, box=cache.box, config=config))  # fmt: skip
+    state = dict(step=step, evaluated=evaluated, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box,
+                 global_batch=global_batch, world_size=world_size, config=config)  # fmt: skip
+    fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
         whole = whole_tensors()
         if is_main:
-            adapters = {expert: {wan_model.adapter_name(n): t for n, t in tensors.items()} for expert, tensors in whole.items()}
+            adapters = {expert: {wan_model.adapter_name(name): tensor for name, tensor in tensors.items()}
+                        for expert, tensors in whole.items()}  # fmt: skip
             wan_model.export_lora(os.path.join(out_dir, "lora"), adapters, lora_rank, lora_alpha, lora_targets)
 
 
@@ -300,15 +328,17 @@ loader = DataLoader(Clips(), batch_sampler=indices_from(start_step), num_workers
                     persistent_workers=num_workers > 0)  # fmt: skip
 batches = iter(loader)
 bad_steps = 0
-if start_step == 0:
+if start_step == 0 and eval_interval:
     evaluate(0, videos=False)
+elif start_step and not meta["evaluated"] and due(eval_interval, start_step):
+    evaluate(start_step, videos=True)
 
 for step in range(start_step, max_steps):
     started = time.time()
     for group in optimizer.param_groups:
         group["lr"] = lr_at(step)
     expert = rollout.draw_expert(trained, wan.boundary_ratio, shift, seed, step)
-    step_loss = step_sigma = loading = 0.0
+    sample_losses, step_sigma, loading = {}, 0.0, 0.0  # the first by position in the global batch
     for micro in range(grad_accum):
         waited = time.time()
         samples = next(batches)
@@ -322,12 +352,13 @@ for step in range(start_step, max_steps):
         noise = torch.stack([torch.randn(latents.shape[1:], generator=g) for g in generators]).to(device)  # b c f h w
         text[dropped] = cache.text[cache.empty_index].to(device)
 
-        loss = validate.velocity_error(wan, latents, noise, sigma, condition, text).mean()
-        (loss / grad_accum).backward()
-        step_loss += loss.item() / grad_accum
+        error = validate.velocity_error(wan, latents, noise, sigma, condition, text)  # b
+        (error.mean() / grad_accum).backward()
+        sample_losses |= zip(rank_slice(micro), error.tolist(), strict=True)
         step_sigma += sigma.mean().item() / grad_accum
 
     grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
+    step_loss = sum(sample_losses.values()) / len(sample_losses)
     step_loss, step_sigma, stops, loading = (
         total / world_size for total in fsdp.reduce_sum([step_loss, step_sigma, float(bool(stop_requested)), loading])
     )
@@ -340,31 +371,34 @@ for step in range(start_step, max_steps):
     skipped_steps += not finite
     bad_steps = 0 if finite else bad_steps + 1
     if not finite:
-        keys = [cache.train[i].key for i in robot_data.batch_indices(len(cache.train), global_batch, step, seed)]
-        say(f"step {step + 1}: loss {step_loss}, gradient norm {grad_norm}: skipped on all ranks; its clips: {', '.join(keys[:8])}")
-        if bad_steps >= max_bad_steps:
-            raise UserError(f"{bad_steps} non-finite steps in a row, last with {keys[0]}: lower lr, or prepare that demo again")
+        bad = fsdp.reduce_sum([float(not math.isfinite(sample_losses.get(i, 0))) for i in range(global_batch)])
+        batch = robot_data.batch_indices(len(cache.train), global_batch, step, seed)
+        clips = ", ".join([cache.train[i].key for i, is_bad in zip(batch, bad, strict=True) if is_bad][:8]) or "no clip"
+        say(f"step {step + 1}: loss {step_loss}, gradient norm {grad_norm}: skipped on all ranks; not finite: {clips}")
+        with fsdp.all_ranks_agree():
+            if bad_steps >= max_bad_steps:
+                raise UserError(f"{bad_steps} non-finite steps in a row, the last one's loss not finite in {clips}: "
+                                "lower lr, or look at these clips and prepare them again")  # fmt: skip
 
     done = step + 1
-    if done % log_interval == 0 or done == max_steps or stops:
+    if due(log_interval, done) or stops:
         ms = 1000 * (time.time() - started)
-        row = dict(step=done, expert=expert, loss=step_loss, sigma=step_sigma, grad_norm=grad_norm, lr=lr_at(step), ms=ms,
-                   load_ms=1000 * loading, skipped_steps=skipped_steps)  # fmt: skip
-        line = (f"step {done:04d}/{max_steps} | {expert:6s} | loss {step_loss:.4f} | sigma {step_sigma:.2f} | gnorm {grad_norm:.2f}"
-                f" | lr {lr_at(step):.1e} | {ms:.0f} ms")  # fmt: skip
+        row = dict(step=done, expert=expert, loss=step_loss, sigma=step_sigma, grad_norm=grad_norm, lr=lr_at(step),
+                   ms=ms, load_ms=1000 * loading, skipped_steps=skipped_steps)  # fmt: skip
+        line = (f"step {done:04d}/{max_steps} | {expert:6s} | loss {step_loss:.4f} | sigma {step_sigma:.2f}"
+                f" | gnorm {grad_norm:.2f} | lr {lr_at(step):.1e} | {ms:.0f} ms")  # fmt: skip
         if device.type == "cuda":
             row |= dict(mfu=flops / (ms / 1000) / (peak_tflops * 1e12), gb=torch.cuda.max_memory_allocated() / 1e9)
             line += f" | mfu {row['mfu']:.0%} | {row['gb']:.1f} GB"
         say(line)
         if is_main:
             metrics.write(row)
-    if stops:
-        say("stopping: SIGTERM; the same command resumes")
-    elif (eval_interval and done % eval_interval == 0) or done == max_steps:
+    if not stops and due(eval_interval, done):
         evaluate(done, videos=True)
-    if stops or (save_interval and done % save_interval == 0) or done == max_steps:
-        save(done)
+    if stops or due(save_interval, done):
+        save(done, evaluated=not stops)
     if stops:
+        say("stopped: SIGTERM; the same command resumes")
         break
 else:
     if not lora_rank:

@@ -38,20 +38,24 @@ def held_out_loss(wan, cache, experts, config, rank, world_size, device):
     windows = cache.val[: config["num_val_windows"]]
     items, weights = share_out(len(windows), rank, world_size)
     size, losses = config["batch_size"], {}
-    bar = tqdm(total=len(experts) * config["val_sigmas"], desc="validation", leave=False, disable=None if rank == 0 else True)
+    num_bins = len(experts) * config["val_sigmas"]
+    bar = tqdm(total=num_bins, desc="validation", leave=False, disable=None if rank == 0 else True)
     for expert in experts:
+        of_bins = []
         for sigma in rollout.bin_sigmas(expert, wan.boundary_ratio, config["shift"], config["val_sigmas"]):
             total = 0.0
             for start in range(0, len(items), size):
                 chosen = items[start : start + size]
                 samples = [cache.sample(windows[item]) for item in chosen]
                 latents, condition, text = robot_data.collate(samples, cache.text, device, gives_frame(wan, config))
-                noise = torch.stack([rollout.randn(latents.shape[1:], config["seed"], VALIDATION, item) for item in chosen])
+                shape, seed = latents.shape[1:], config["seed"]
+                noise = torch.stack([rollout.randn(shape, seed, VALIDATION, item) for item in chosen])
                 error = velocity_error(wan, latents, noise.to(device), sigma.expand(len(chosen)), condition, text)
                 total += (error * torch.tensor(weights[start : start + size], device=device)).sum().item()
-            losses[f"val_loss/sigma {sigma:.3f}"] = fsdp.reduce_sum([total])[0] / len(windows)
+            of_bins.append(fsdp.reduce_sum([total])[0] / len(windows))
+            losses[f"val_loss/sigma {sigma:.3f}"] = of_bins[-1]
             bar.update()
-        losses[f"val_loss/{expert}"] = float(np.mean(list(losses.values())[-config["val_sigmas"] :]))
+        losses[f"val_loss/{expert}"] = float(np.mean(of_bins))
     bar.close()
     return losses
 
@@ -92,13 +96,18 @@ def ground_truth(demos, window, config, box, device):
     return cells, valid
 
 
+def as_seen(cell):
+    """Pixels 3 f h w -> the generated frames as stored, uint8 f h w 3, on the cell's device (SSIM is slow on a CPU)."""
+    return torch.as_tensor(video.to_uint8(cell)[1:], device=cell.device)
+
+
 def scores(cells, truth, valid, box):
     """PSNR (dB) and SSIM of RGB, and for pointmaps the distance to the true point in mm, mean and median over pixels.
 
     Over the generated frames: the given one is left out, held frames of padded clips are not.
     """
     result = {}
-    pairs = [(video.to_uint8(cells[name])[1:], video.to_uint8(truth[name])[1:]) for name in cells if name[0] == "rgb"]
+    pairs = [(as_seen(cells[name]), as_seen(truth[name])) for name in cells if name[0] == "rgb"]
     result["psnr"] = float(np.mean([video.psnr(*pair) for pair in pairs]))
     if min(pairs[0][0].shape[1:3]) >= video.SSIM_WINDOW:
         result["ssim"] = float(np.mean([video.ssim(*pair) for pair in pairs]))
@@ -123,8 +132,8 @@ def frames_of(cells):
 def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     """Generate num_val_videos whole clips at training resolution, write them beside the truth, score them.
 
-    samples/step_000120.mp4 (generated left, recorded right) and .png (given frame, generated, recorded), _1, _2, ... for
-    further clips -> {"psnr", "ssim"[, "point_mm", "point_median_mm", "point_floor_mm"]}, means over the clips.
+    samples/step_000120.mp4 (generated left, recorded right) and .png (given frame, generated, recorded), _1, _2, ...
+    for further clips -> {"psnr", "ssim"[, "point_mm", "point_median_mm", "point_floor_mm"]}, means over the clips.
     """
     windows = cache.val[: config["num_val_videos"]]
     vae = encoders.load_vae(config["model"], device)
@@ -135,8 +144,9 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
         samples = [cache.sample(windows[item])]
         latents, condition, text = robot_data.collate(samples, cache.text, device, gives_frame(wan, config))
         noise = rollout.randn(latents.shape[1:], config["seed"], VALIDATION, item)[None].to(device)
+        label = "validation video" if rank == 0 else None
         generated = rollout.sample_ode(wan, noise, condition, text, negative, sigmas, config["guidance_scale"],
-                                       config["guidance_scale_2"], progress="validation video" if rank == 0 else None)  # fmt: skip
+                                       config["guidance_scale_2"], progress=label)  # fmt: skip
         if not weight:
             continue
         cells = decode_cells(vae, generated[0], cache.modalities, cache.views)
@@ -148,8 +158,8 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
         video.write_mp4(f"{path}.mp4", np.concatenate([got, want], axis=2), config["fps"])
         video.contact_sheet(f"{path}.png", [("given", want[:1]), ("generated", got), ("recorded", want)])
     del vae
-    names = ["psnr", "ssim"] + (["point_mm", "point_median_mm"] if cache.box is not None else [])
-    names = [name for name in names if name != "ssim" or min(config["cell_height"], config["cell_width"]) >= video.SSIM_WINDOW]
+    names = ["psnr"] + (["ssim"] if min(config["cell_height"], config["cell_width"]) >= video.SSIM_WINDOW else [])
+    names += ["point_mm", "point_median_mm"] if cache.box is not None else []
     means = [total / len(windows) for total in fsdp.reduce_sum([totals.get(name, 0.0) for name in names])]
     result = dict(zip(names, means, strict=True))
     if cache.box is not None:

@@ -1,0 +1,300 @@
+"""Rewards: what reinforcement learning pushes a video model towards.
+
+A reward is a function of videos b f 3 h w (float in 0..1, on any device), prompts (b strings) and metadata (b dicts,
+from the prompt file) that returns b numbers, more is better. To add one: write it, add its line to REWARDS.
+
+    reward="pickscore:1.0,smoothness:0.1"              a weighted sum; without a number the weight is 1
+    reward="http://host:8000/score:1.0"                a reward in another process; the weight needs its dot there
+"""
+
+import difflib
+import functools
+import hashlib
+import http.client
+import io
+import json
+import math
+import re
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+
+from configurator import UserError
+from task_rewards import ball, ball_success, views
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP_SIZE, CLIP_BATCH = 224, 32  # pixels; frames in one forward
+CLIP_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# closed forms
+
+
+def smoothness(videos, prompts, metadata):
+    """-mean (x[f+1] - 2 x[f] + x[f-1])^2 over pixels and times: 0 for any steady fade, -4 for strobing black and white.
+
+    A still video has the best score: use it beside a reward that wants motion.
+    """
+    want_frames("smoothness", videos, 3)
+    return -torch.diff(videos.float(), n=2, dim=1).square().flatten(1).mean(1)
+
+
+def first_frame(videos, prompts, metadata):
+    """-mean (x[1] - x[0])^2: 0 where the first generated frame continues the given one, more negative at a jump."""
+    want_frames("first_frame", videos, 2)
+    return -(videos[:, 1].float() - videos[:, 0].float()).square().flatten(1).mean(1)
+
+
+def jpeg(videos, prompts, metadata):
+    """Compressibility: minus kilobytes (1000 bytes) a frame as JPEG of quality 95 (DDPO, arXiv 2305.13301)."""
+
+    def kilobytes(frame):  # h w 3 uint8
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, format="JPEG", quality=95)
+        return file.tell() / 1000
+
+    return -torch.tensor([np.mean([kilobytes(frame) for frame in video]) for video in uint8_frames(videos)])
+
+
+def want_frames(name, videos, num_frames):
+    if videos.shape[1] < num_frames:
+        raise UserError(f"reward {name}: got videos of {videos.shape[1]} frames, want at least {num_frames}")
+
+
+def uint8_frames(videos):
+    """b f 3 h w in 0..1 -> numpy uint8 b f h w 3."""
+    return (videos.float().clamp(0, 1) * 255).round().to(torch.uint8).movedim(2, -1).cpu().numpy()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# PickScore (arXiv 2305.01569): how much people like a picture for a prompt
+
+
+@functools.lru_cache(maxsize=1)  # rewards that are trained on and held-out ones share it
+def load_clip(model, device, dtype):
+    """-> (tokenizer, frozen CLIPModel). "random": CLIP-ViT-H-14 in full size with random weights, to measure with."""
+    if model == "random":
+        text = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
+        vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16,
+                      patch_size=14)  # fmt: skip
+        both = dict(hidden_act="gelu", projection_dim=1024)
+        config = CLIPConfig(text_config=text | both, vision_config=vision | both, projection_dim=1024)
+        with torch.device(device):
+            clip = CLIPModel(config)
+        return hash_tokenizer, clip.to(device, getattr(torch, dtype)).eval().requires_grad_(False)
+    own = any((Path(model) / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model if own else CLIP_TOKENIZER)
+        clip = CLIPModel.from_pretrained(model, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"pickscore_model={model}: want a hub id, or a folder of a CLIPModel with its tokenizer in it "
+                        f"({reason})") from error  # fmt: skip
+    return tokenizer, clip.to(device).eval().requires_grad_(False)
+
+
+def hash_tokenizer(prompts, **options):
+    """Stands in for CLIP's where no vocabulary is at hand: a word's number is its hash."""
+
+    def number(word):
+        return 1 + int.from_bytes(hashlib.sha256(word.encode()).digest()[:7], "big") % 49404
+
+    rows = [[49406, *[number(word) for word in prompt.lower().split()[:75]], 49407] for prompt in prompts]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [49407] * (longest - len(row)) for row in rows])
+    return {"input_ids": ids, "attention_mask": torch.tensor([[n < len(row) for n in range(longest)] for row in rows])}
+
+
+def clip_pixels(frames):
+    """n 3 h w in 0..1 -> n 3 224 224 as CLIPImageProcessor gives it: 8 bits, shorter side to 224, bicubic, centre.
+
+    In torch, because the frames are on the GPU; within two levels in 255 of Pillow, which rounds between its passes.
+    """
+    height, width = frames.shape[-2:]
+    short = min(height, width)
+    frames = (frames.float().clamp(0, 1) * 255).round()
+    size = (CLIP_SIZE * height // short, CLIP_SIZE * width // short)
+    if size != (height, width):
+        frames = F.interpolate(frames, size, mode="bicubic", antialias=True).round().clamp(0, 255)
+    top, left = (size[0] - CLIP_SIZE) // 2, (size[1] - CLIP_SIZE) // 2
+    frames = frames[..., top : top + CLIP_SIZE, left : left + CLIP_SIZE] / 255
+    mean, std = (torch.tensor(values, device=frames.device)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+    return (frames - mean) / std
+
+
+def load_pickscore(name, device, pickscore_model, pickscore_frames, pickscore_dtype, **options):
+    """-> reward: exp(logit_scale) <text, image> / 26, about 0.6 to 0.9, mean of frames spread evenly but for frame 0."""
+    tokenizer, clip = load_clip(pickscore_model, str(device), pickscore_dtype)
+    if pickscore_frames < 1:
+        raise UserError(f"pickscore_frames={pickscore_frames}: want at least 1")
+
+    def pickscore(videos, prompts, metadata):
+        first = min(1, videos.shape[1] - 1)  # frame 0 is given, unless it is all there is
+        count = min(pickscore_frames, videos.shape[1] - first)
+        chosen = torch.linspace(first, videos.shape[1] - 1, count).round().long()
+        frames = videos[:, chosen.to(videos.device)].flatten(0, 1)  # b*k 3 h w
+        images = []
+        for batch in frames.split(CLIP_BATCH):
+            pixels = clip_pixels(batch.to(clip.device)).to(clip.dtype)
+            images.append(clip.get_image_features(pixel_values=pixels).pooler_output.float())
+        images = F.normalize(torch.cat(images), dim=-1).unflatten(0, (len(videos), count))  # b k d
+
+        distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
+        tokens = tokenizer(distinct, padding=True, truncation=True, max_length=77, return_tensors="pt")
+        tokens = {key: tokens[key].to(clip.device) for key in ("input_ids", "attention_mask")}
+        texts = F.normalize(clip.get_text_features(**tokens).pooler_output.float(), dim=-1)
+        texts = texts[[distinct.index(prompt) for prompt in prompts]]  # b d
+        return clip.logit_scale.float().exp() * torch.einsum("bkd,bd->b", images, texts) / count / 26
+
+    return pickscore
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a reward in another process
+
+
+def load_http(url, device, http_timeout, http_retries, **options):
+    """-> reward: POSTs an .npz of videos (uint8 b f h w 3) and json (a string of {"prompts": [], "metadata": []}), and
+    reads {"rewards": [b numbers]}. A failed attempt is repeated http_retries times, after 1, 2, 4, at most 8 seconds.
+    """
+    if not is_url(url):
+        raise UserError("reward http: want its address, as in http://host:8000/score:1.0")
+
+    def ask(body, timeout):
+        for attempt in range(http_retries + 1):
+            try:
+                headers = {"Content-Type": "application/octet-stream"}
+                with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout) as answer:
+                    return answer.read()
+            except urllib.error.HTTPError as error:  # it's there, and says no: only 5xx can pass by itself
+                if body is None:
+                    return b""
+                reason = f"answered {error.code} {error.reason}"
+                if error.code < 500:
+                    break
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+            if attempt < http_retries:
+                time.sleep(min(2**attempt, 8))
+        raise UserError(f"reward {url}: {reason} after {attempt + 1} attempts: is its server running there?")
+
+    ask(None, min(http_timeout, 10))  # a GET, whatever the answer: a wrong address shows before any weight is loaded
+
+    def remote(videos, prompts, metadata):
+        plain = json.dumps({"prompts": prompts, "metadata": metadata}, default=lambda value: None)  # tensors stay here
+        body = io.BytesIO()
+        np.savez(body, videos=uint8_frames(videos), json=np.array(plain))
+        answer = ask(body.getvalue(), http_timeout)
+        try:
+            return torch.tensor(json.loads(answer)["rewards"], dtype=torch.float32)
+        except (ValueError, KeyError, TypeError):
+            got = answer[:60].decode(errors="replace")
+            raise UserError(f'reward {url}: got {got!r}, want {{"rewards": [{len(prompts)} numbers]}}') from None
+
+    return remote
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the mix
+
+
+def ready(reward):
+    return lambda name, device, **options: reward
+
+
+REWARDS = {  # name -> function (name, device, **options of load_rewards) that returns the reward
+    "pickscore": load_pickscore,
+    "smoothness": ready(smoothness),
+    "first_frame": ready(first_frame),
+    "jpeg": ready(jpeg),
+    "ball": ready(ball),
+    "ball_success": ready(ball_success),
+    "views": ready(views),
+    "http": load_http,  # for names that are an http:// or https:// address
+}
+
+
+def is_url(name):
+    return name.startswith(("http://", "https://"))
+
+
+def parse_rewards(spec, setting="reward"):
+    """ "pickscore:1.0,smoothness:0.1" -> [("pickscore", 1.0), ("smoothness", 0.1)]. Raises UserError."""
+    parsed = []
+    for part in (part.strip() for part in spec.split(",")):
+        if is_url(part):  # http://host:8000 ends in a port, http://host:8000:1.0 in a weight
+            name, weight = re.fullmatch(r"(.*?)(?::(-?\d*\.\d*))?", part).groups()
+        else:
+            name, _, weight = part.partition(":")
+        if not is_url(name) and (name not in REWARDS or name == "http"):
+            near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
+            meant = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
+            known = ", ".join(known for known in REWARDS if known != "http")
+            raise UserError(f"{setting}={spec}: got {name!r}{meant}, want some of {known}, http://host:port/path, "
+                            f"each with :weight")  # fmt: skip
+        try:
+            number = float(weight) if weight else 1.0
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or part.endswith(":"):
+            raise UserError(f"{setting}={spec}: got weight {weight!r} of {name}, want a number as in {name}:1.0")
+        if name in dict(parsed):
+            raise UserError(f"{setting}={spec}: got {name} twice, want it once")
+        parsed.append((name, number))
+    return parsed
+
+
+def load_rewards(spec, device="cpu", pickscore_model="yuvalkirstain/PickScore_v1", pickscore_frames=4,
+                 pickscore_dtype="float32", http_timeout=300.0, http_retries=3):  # fmt: skip
+    """Specification, or what parse_rewards made of it -> {name: reward}, models loaded and servers reached."""
+    names = [name for name, _ in (parse_rewards(spec) if isinstance(spec, str) else spec)]
+    options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, pickscore_dtype=pickscore_dtype,
+                   http_timeout=http_timeout, http_retries=http_retries)  # fmt: skip
+    return {name: REWARDS["http" if is_url(name) else name](name, device, **options) for name in names}
+
+
+@torch.no_grad()
+def score(rewards, videos, prompts, metadata):
+    """{name: reward}, videos b f 3 h w in 0..1 -> {name: b float32 on the CPU}. Raises UserError for a NaN or shape."""
+    scores = {}
+    for name, reward in rewards.items():
+        values = torch.as_tensor(reward(videos, prompts, metadata)).detach().float().cpu()
+        if values.shape != (len(videos),):
+            raise UserError(f"reward {name}: got shape {tuple(values.shape)}, want ({len(videos)},), a number a video")
+        if not values.isfinite().all():
+            index = int((~values.isfinite()).nonzero()[0])
+            raise UserError(f"reward {name}: got {values[index].item()} for video {index} ({prompts[index]!r}), "
+                            f"want finite numbers")  # fmt: skip
+        scores[name] = values
+    return scores
+
+
+def mix(scores, weights):
+    """{name: b}, [(name, weight)] -> b: the weighted sum."""
+    return sum(weight * scores[name] for name, weight in weights)
+
+
+def group_advantages(rewards, groups, global_std=False, clip=5.0):
+    """Rewards n, the group of each n int -> (advantages n float32, number of groups whose rewards are all equal).
+
+    (r - mean of its group) / (std of its group + 1e-4), population std, or that of the whole batch with global_std,
+    clamped to +-clip (Flow-GRPO, arXiv 2505.05470, eq. 4). A group of equal rewards says nothing: exactly 0.
+    """
+    rewards = rewards.double()
+    advantages, num_equal = torch.zeros_like(rewards), 0
+    for group in groups.unique():
+        own = groups == group
+        members = rewards[own]
+        if members.min() == members.max():
+            num_equal += 1
+            continue
+        std = (rewards if global_std else members).std(correction=0)
+        advantages[own] = (members - members.mean()) / (std + 1e-4)
+    return advantages.clamp(-clip, clip).float(), num_equal

@@ -1,0 +1,404 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_wan_lora_to_diffusers
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+import model as wan_model
+import rollout
+from configurator import UserError
+
+ATTENTION = "to_q,to_k,to_v,to_out.0"
+EVERYTHING = f"{ATTENTION},ffn.net.0.proj,ffn.net.2"
+SIGMA = {"high": torch.tensor([0.95]), "low": torch.tensor([0.5]), "single": torch.tensor([0.7])}
+FLOAT32 = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")  # what Wan keeps in float32 under bfloat16
+
+
+def load(folder, dtype=torch.float32):
+    wan = wan_model.describe(folder)
+    wan.dtype = dtype
+    for expert in wan.expert_names:
+        wan.experts[expert] = wan_model.load_transformer(wan, expert, "cpu", dtype)
+    return wan
+
+
+def velocities(wan):
+    """{expert: velocity} of fixed inputs."""
+    condition = rollout.randn((1, 16, 3 if wan.kind == "i2v" else 1, 4, 4), 1)
+    noise, text = rollout.randn((1, 16, 3, 4, 4), 2), rollout.randn((1, 16, 64), 3)
+    with torch.no_grad():
+        return {name: wan_model.velocity(wan, noise, SIGMA[name], condition, text) for name in wan.expert_names}
+
+
+def add_random_lora(wan, rank, alpha, targets):
+    """Adapters with B away from zero -> {expert: {file name: tensor}}."""
+    for index, transformer in enumerate(wan.experts.values()):
+        wan_model.add_lora(transformer, rank, alpha, targets)
+        generator = torch.Generator().manual_seed(index)
+        for name, parameter in transformer.named_parameters():
+            if ".lora_B." in name:
+                parameter.data.normal_(0, 0.2, generator=generator)
+    adapters = {expert: {} for expert in wan.experts}
+    for name, parameter in wan_model.trainable_parameters(wan).items():
+        expert, name = name.split(".", 1)
+        adapters[expert][wan_model.adapter_name(name)] = parameter.detach().clone()
+    return adapters
+
+
+def pipeline_of(folder, kind):
+    pipeline_class = WanImageToVideoPipeline if kind == "i2v" else WanPipeline
+    return pipeline_class.from_pretrained(folder, text_encoder=None, tokenizer=None)
+
+
+def pipeline_velocities(wan, pipeline):
+    """The same as velocities(wan), by the transformers of a diffusers pipeline."""
+    transformers = [pipeline.transformer, pipeline.transformer_2]
+    experts = dict(zip(wan.expert_names, transformers, strict=False))
+    return velocities(wan_model.Wan(wan.model, wan.kind, wan.expert_names, wan.boundary_ratio, {}, wan.dtype, experts))
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=1e-5)
+
+
+def differ(got, want):
+    return min((got[name] - want[name]).abs().max().item() for name in want)
+
+
+# ----------------------------------------------------------------------------- describe
+
+
+def test_counts_of_the_released_models():
+    assert wan_model.count_parameters(wan_model.describe("random:ti2v-5b").config) == 4_999_787_712
+    assert wan_model.count_parameters(wan_model.describe("random:i2v-a14b").config) == 14_288_901_184
+
+
+@pytest.mark.parametrize("name, rank, targets, trainable, tensors, total", [
+    ("ti2v-5b", 4, EVERYTHING, 10_076_160, 600, 5_009_863_872),
+    ("i2v-a14b", 16, ATTENTION, 52_428_800, 640, 14_288_901_184 + 52_428_800),
+])  # fmt: skip
+def test_counts_of_adapters(name, rank, targets, trainable, tensors, total):
+    wan = wan_model.describe(f"random:{name}")
+    with torch.device("meta"):
+        expert = wan.expert_names[0]
+        wan.experts[expert] = WanTransformer3DModel.from_config(wan.config).requires_grad_(False)
+        wan_model.add_lora(wan.experts[expert], rank, 2 * rank, targets)
+    parameters = wan_model.trainable_parameters(wan)
+    assert len(parameters) == tensors and sum(p.numel() for p in parameters.values()) == trainable
+    assert len({key.rsplit(".lora_", 1)[0] for key in parameters}) == tensors // 2
+    assert sum(p.numel() for p in wan.experts[expert].parameters()) == total
+    assert f"{expert}.blocks.0.attn1.to_q.lora_A.default.weight" in parameters
+    estimate = wan_model.estimate_memory(wan.config, 1000, 1, 2, torch.bfloat16, rank, targets, "selective")
+    assert estimate["state"] == trainable * 12 / 2 / 1e9  # gradient and two moments in float32, on two GPUs
+    assert estimate["weights"] == pytest.approx((total - trainable) * 2 / 2 / 1e9)
+
+
+def test_describe(checkpoints):
+    for name, kind, names, boundary, layers in [
+        (checkpoints["i2v"], "i2v", ("high", "low"), 0.9, 3),
+        (checkpoints["ti2v"], "ti2v", ("single",), None, 3),
+        (checkpoints["t2v"], "t2v", ("high", "low"), 0.875, 3),
+        ("random:i2v-a14b", "i2v", ("high", "low"), 0.9, 40),
+        ("random:t2v-a14b", "t2v", ("high", "low"), 0.875, 40),
+        ("random:ti2v-5b:2", "ti2v", ("single",), None, 2),
+        ("random:t2v-1.3b", "t2v", ("single",), None, 30),
+    ]:
+        wan = wan_model.describe(name)
+        assert (wan.kind, wan.expert_names, wan.boundary_ratio) == (kind, names, boundary)
+        assert wan.config["num_layers"] == layers and wan_model.kind_of(name) == kind
+    assert wan_model.describe(checkpoints["i2v"], boundary_ratio=0.8).boundary_ratio == 0.8
+    assert wan_model.describe(checkpoints["ti2v"], boundary_ratio=0.8).boundary_ratio is None
+
+
+def test_describe_refuses(checkpoints, tmp_path):
+    def broken(index=None, config=None, without=""):
+        """Path of a checkpoint's JSON files with changes."""
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for part in ("", "transformer", "transformer_2"):
+            name = "config.json" if part else "model_index.json"
+            if part == without != "":
+                continue
+            settings = json.loads(Path(checkpoints["i2v"], part, name).read_text())
+            settings |= (config if part else index) or {}
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            (folder / part / name).write_text(json.dumps(settings))
+        return str(folder)
+
+    assert wan_model.describe(broken()).kind == "i2v"
+    for folder, message in [
+        (broken(without="transformer_2"), "transformer_2"),
+        (broken(index={"transformer_2": [None, None]}), "without transformer_2: want both experts"),
+        (broken(without="transformer"), "no diffusers checkpoint there"),
+        (broken(index={"boundary_ratio": None}), "boundary_ratio=None: two experts want one between 0 and 1"),
+        (broken(config={"image_dim": 1280}), "CLIP image encoder"),
+        (broken(config={"in_channels": 20}), "in_channels=20, out_channels=16: want in = out"),
+        (str(tmp_path / "nothing" / "here"), "no such folder"),
+        (str(tmp_path), "no diffusers checkpoint there"),
+        ("random:wrong", "want random: and one of i2v-a14b, t2v-a14b, t2v-1.3b, ti2v-5b"),
+        ("random:i2v-a14b:two", "want random: and one of"),
+    ]:
+        with pytest.raises(UserError) as error:
+            wan_model.describe(folder)
+        assert message in str(error.value) and folder in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="boundary_ratio=1.5"):
+        wan_model.describe(checkpoints["i2v"], boundary_ratio=1.5)
+
+
+# ----------------------------------------------------------------------------- precision
+
+
+def is_float32(name):
+    return any(part in name.split(".") for part in FLOAT32)
+
+
+def test_dtypes(checkpoints, monkeypatch):
+    """bfloat16 but for the modules that Wan keeps in float32: loaded, random, and as diffusers itself does it."""
+    small = dict(num_attention_heads=2, attention_head_dim=16, num_layers=2, ffn_dim=64)
+    monkeypatch.setitem(wan_model.RANDOM, "small", dict(experts=1, boundary_ratio=None, **small))
+    for folder in (checkpoints["i2v"], "random:small"):
+        wan = load(folder, torch.bfloat16)
+        transformer = wan.experts[wan.expert_names[-1]]
+        for name, parameter in transformer.named_parameters():
+            assert parameter.dtype == (torch.float32 if is_float32(name) else torch.bfloat16), name
+            assert not parameter.requires_grad
+        assert not transformer.training
+        assert all(buffer.dtype == torch.float32 for buffer in transformer.rope.buffers())
+    pipeline = WanImageToVideoPipeline.from_pretrained(
+        checkpoints["i2v"], dtype=torch.bfloat16, text_encoder=None, tokenizer=None
+    )
+    theirs = {name: parameter.dtype for name, parameter in pipeline.transformer.named_parameters()}
+    ours = load(checkpoints["i2v"], torch.bfloat16).experts["high"].named_parameters()
+    assert theirs == {name: parameter.dtype for name, parameter in ours}
+
+
+def test_random_weights_are_the_same_on_every_rank():
+    """And differ between experts, between seeds; the default dtype is left alone."""
+    config = wan_model.describe("random:t2v-1.3b").config | dict(num_attention_heads=2, num_layers=1, ffn_dim=32)
+    wan = wan_model.Wan("random:t2v-1.3b", "t2v", ("high", "low"), 0.9, config)
+
+    def weight(expert, seed, before):
+        torch.manual_seed(before)
+        return wan_model.load_transformer(wan, expert, "cpu", torch.bfloat16, seed).blocks[0].attn1.to_q.weight
+
+    first = weight("high", 0, before=1)
+    assert torch.equal(first, weight("high", 0, before=2)) and torch.get_default_dtype() == torch.float32
+    assert not torch.equal(first, weight("low", 0, 1)) and not torch.equal(first, weight("high", 7, 1))
+
+
+def test_bfloat16_stays_near_float32(checkpoints):
+    """And timesteps up to 1000 go through their embedder in float32, inside autocast too."""
+    embedded = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        wan = load(checkpoints["i2v"], dtype)
+        embedder = wan.experts["high"].condition_embedder.time_embedder
+        embedder.register_forward_hook(lambda module, args, output, dtype=dtype: embedded.update({dtype: output}))
+        if dtype == torch.float32:
+            exact = velocities(wan)
+        else:
+            rounded = velocities(wan)
+    assert embedded[torch.bfloat16].dtype == torch.float32
+    torch.testing.assert_close(embedded[torch.bfloat16], embedded[torch.float32], atol=1e-6, rtol=1e-6)
+    for name in exact:
+        assert rounded[name].dtype == torch.float32
+        assert 1e-5 < (rounded[name] - exact[name]).norm() / exact[name].norm() < 0.02
+
+
+# ----------------------------------------------------------------------------- LoRA
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["i2v", "ti2v"])
+def test_lora_starts_as_the_identity(checkpoints, kind, dtype):
+    wan = load(checkpoints[kind], dtype)
+    before = velocities(wan)
+    dtypes = {name: p.dtype for name, p in wan.experts[wan.expert_names[0]].named_parameters()}
+    for transformer in wan.experts.values():
+        wan_model.add_lora(transformer, 4, 8, EVERYTHING)
+    after = velocities(wan)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+    parameters = wan_model.trainable_parameters(wan)
+    assert len(parameters) == len(wan.experts) * 3 * 10 * 2  # layers, linears a layer, A and B
+    assert all(p.dtype == torch.float32 and ".lora_" in name for name, p in parameters.items())
+    assert all((p.abs().max() == 0) == (".lora_B." in name) for name, p in parameters.items())
+    for name, parameter in wan.experts[wan.expert_names[0]].named_parameters():  # the base is as it was, and frozen
+        if ".lora_" not in name:
+            assert parameter.dtype == dtypes[name.replace(".base_layer", "")] and not parameter.requires_grad
+
+
+def test_lora_is_the_formula(checkpoints):
+    """W + alpha / rank B A, merged by hand in float64."""
+    wan, merged = load(checkpoints["i2v"]), load(checkpoints["i2v"])
+    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    for expert, tensors in adapters.items():
+        weights = dict(merged.experts[expert].named_parameters())
+        for layer in {name.rsplit(".lora_", 1)[0] for name in tensors}:
+            a, b = (tensors[f"{layer}.lora_{side}.weight"].double() for side in "AB")
+            weights[f"{layer}.weight"].data = (weights[f"{layer}.weight"].double() + 6.0 / 4 * b @ a).float()
+    assert_same(velocities(wan), velocities(merged))
+    assert differ(velocities(wan), velocities(load(checkpoints["i2v"]))) > 0.01
+
+
+def test_lora_targets_that_do_not_exist(checkpoints):
+    transformer = load(checkpoints["ti2v"]).experts["single"]
+    with pytest.raises(UserError, match="lora_targets=to_z: no such linear layer"):
+        wan_model.add_lora(transformer, 4, 4, "to_q, to_z")
+
+
+@pytest.mark.parametrize("kind, files", [("i2v", ("high_noise", "low_noise")), ("ti2v", ("lora",))])
+def test_exported_adapters_load_into_diffusers(checkpoints, tmp_path, kind, files):
+    """By load_lora_weights, each expert's file; and the ComfyUI files by diffusers' converter: the same velocity."""
+    wan = load(checkpoints[kind])
+    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    expected = velocities(wan)
+    folder = tmp_path / "lora"
+    wan_model.export_lora(str(folder), adapters, 4, 6.0, EVERYTHING)
+    wan_model.export_lora(str(folder), adapters, 4, 6.0, EVERYTHING)  # over an older export
+    assert {path.name for path in tmp_path.iterdir()} == {"lora"}
+    assert {path.name for path in folder.iterdir()} == {
+        f"{comfyui}{name}.safetensors" for comfyui in ("", "comfyui_") for name in files
+    }
+    for prefix in ("", "comfyui_"):
+        pipeline = pipeline_of(checkpoints[kind], kind)
+        base = pipeline_velocities(wan, pipeline)
+        for name, second in zip(files, (False, True), strict=False):
+            file = f"{prefix}{name}.safetensors"
+            pipeline.load_lora_weights(folder, weight_name=file, load_into_transformer_2=second)
+        assert_same(pipeline_velocities(wan, pipeline), expected)
+        assert differ(base, expected) > 0.01
+
+
+def test_comfyui_keys(checkpoints, tmp_path):
+    """The names of the original Wan code, and every tensor comes back through diffusers' own converter."""
+    wan = load(checkpoints["ti2v"])
+    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    wan_model.export_lora(str(tmp_path / "lora"), adapters, 4, 6.0, EVERYTHING)
+    tensors = load_file(tmp_path / "lora" / "comfyui_lora.safetensors")
+    layers = {key.removeprefix("diffusion_model.blocks.1.").rsplit(".lora_down")[0] for key in tensors
+              if key.startswith("diffusion_model.blocks.1.") and ".lora_down" in key}  # fmt: skip
+    attention = {f"{name}.{side}" for name in ("self_attn", "cross_attn") for side in "qkvo"}
+    assert layers == attention | {"ffn.0", "ffn.2"} and len(tensors) == 3 * 10 * 3
+    assert all(tensors[key] == 6 for key in tensors if key.endswith(".alpha"))
+
+    converted = _convert_non_diffusers_wan_lora_to_diffusers(dict(tensors))
+    original = adapters["single"]
+    assert {name.removeprefix("transformer.") for name in converted} == original.keys()
+    for layer in {name.rsplit(".lora_", 1)[0] for name in original}:  # the converter moves alpha / rank into A and B
+        b, a = (converted[f"transformer.{layer}.lora_{side}.weight"] for side in "BA")
+        want = 6 / 4 * original[f"{layer}.lora_B.weight"] @ original[f"{layer}.lora_A.weight"]
+        torch.testing.assert_close(b @ a, want)
+
+
+def test_adapters_round_trip(checkpoints, tmp_path):
+    wan, again = load(checkpoints["i2v"]), load(checkpoints["i2v"])
+    adapters = add_random_lora(wan, 4, 6.0, ATTENTION)
+    folder = str(tmp_path / "lora")
+    wan_model.export_lora(folder, adapters, 4, 6.0, ATTENTION)
+    for expert, transformer in again.experts.items():
+        assert wan_model.has_lora(folder, expert)
+        tensors, rank, alpha, targets = wan_model.read_lora(folder, expert)
+        assert tensors.keys() == adapters[expert].keys() and (rank, alpha) == (4, 6.0)
+        assert all(torch.equal(tensor, adapters[expert][name]) for name, tensor in tensors.items())
+        assert set(targets.split(",")) == set(ATTENTION.split(","))
+        wan_model.add_lora(transformer, rank, alpha, targets)
+        wan_model.load_lora(transformer, tensors, folder)
+    got, want = velocities(again), velocities(wan)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+    assert not wan_model.has_lora(folder, "single")
+    with pytest.raises(UserError, match=r"no lora.safetensors in it; want a lora/ folder"):
+        wan_model.read_lora(folder, "single")
+    for rank, targets, number, first in [
+        (8, ATTENTION, 48, "blocks.0.attn1.to_k.lora_A.weight"),  # 3 layers, 8 linears, A and B: all differ
+        (4, EVERYTHING, 12, "blocks.0.ffn.net.0.proj.lora_A.weight"),  # 3 layers, 2 linears that the file lacks
+        (4, "to_q,to_k,to_v", 12, "blocks.0.attn1.to_out.0.lora_A.weight"),  # 3 layers, 2 linears too many
+    ]:
+        transformer = load(checkpoints["i2v"]).experts["high"]
+        wan_model.add_lora(transformer, rank, rank, targets)
+        before = {name: parameter.clone() for name, parameter in transformer.named_parameters()}
+        with pytest.raises(UserError, match=f"init_lora={folder}: {number} tensors differ .* the first is {first}:"):
+            wan_model.load_lora(transformer, tensors, folder)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in transformer.named_parameters())
+
+
+def test_clean_names():
+    name = "blocks.0._checkpoint_wrapped_module._orig_mod.attn1.to_q.lora_A.default.weight"
+    assert wan_model.clean_name(name) == "blocks.0.attn1.to_q.lora_A.default.weight"
+    assert wan_model.adapter_name(wan_model.clean_name(name)) == "blocks.0.attn1.to_q.lora_A.weight"
+
+
+# ----------------------------------------------------------------------------- full weights
+
+
+@pytest.mark.parametrize("kind, trained", [("i2v", ("high", "low")), ("i2v", ("low",)), ("ti2v", ("single",))])
+def test_exported_model_is_a_whole_checkpoint(checkpoints, tmp_path, kind, trained):
+    wan = load(checkpoints[kind])
+    base = velocities(wan)
+    generator = torch.Generator().manual_seed(0)
+    for expert in trained:
+        for parameter in wan.experts[expert].parameters():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    expected = velocities(wan)
+    assert [torch.equal(base[name], expected[name]) for name in base] == [name not in trained for name in base]
+    folder = str(tmp_path / "model")
+    state = {expert: wan.experts[expert].state_dict() for expert in trained}
+    wan_model.export_model(folder, wan, state)
+    wan_model.export_model(folder, wan, state)  # over an older export
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+    again = load(folder)
+    assert (again.kind, again.expert_names, again.boundary_ratio) == (wan.kind, wan.expert_names, wan.boundary_ratio)
+    got = velocities(again)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    theirs = pipeline_velocities(wan, pipeline_of(folder, kind))
+    assert_same(theirs, expected)
+    got, want = ({path.relative_to(root) for path in Path(root).rglob("*")} for root in (folder, checkpoints[kind]))
+    assert got == want
+
+    # an interrupted export leaves the old one
+    shutil.rmtree(Path(folder, "vae"))  # to recognise it
+    with pytest.raises(AttributeError):
+        wan_model.export_model(folder, wan, {trained[0]: {"x": None}})
+    assert not Path(folder, "vae").exists() and load(folder)
+
+
+# ----------------------------------------------------------------------------- arithmetic
+
+
+def test_tokens():
+    assert wan_model.num_tokens((16, 21, 54, 96)) == 27_216  # RoboCasa, RGB, 81 frames of 432 x 768
+    assert wan_model.num_tokens((16, 21, 108, 96)) == 54_432  # with pointmaps
+    assert wan_model.num_tokens((48, 13, 30, 52)) == 5_070  # TI2V-5B, 49 frames of 480 x 832
+
+
+def test_flops(checkpoints):
+    """Against PyTorch's counter on the blocks of the tiny model."""
+    wan = load(checkpoints["i2v"])
+    counted = {"attention": 0}
+
+    def by_hand(query, key, value, **options):  # PyTorch doesn't count all of its kernels
+        counted["attention"] += 2 * 2 * query.shape[:-1].numel() * key.shape[-2] * query.shape[-1]
+        return query
+
+    with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as counter, torch.no_grad():
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", by_hand)
+        wan_model.velocity(wan, torch.zeros(1, 16, 3, 4, 6), SIGMA["high"], torch.zeros(1, 16, 3, 4, 6),
+                           torch.zeros(1, 7, 64))  # fmt: skip
+    per_module = counter.get_flop_counts()
+    linears = sum(sum(per_module[f"WanTransformer3DModel.blocks.{layer}"].values()) for layer in range(3))
+    tokens = wan_model.num_tokens((16, 3, 4, 6))
+    assert wan_model.forward_flops(wan.config, tokens, 7) == (linears, counted["attention"])
+
+    _, attention = wan_model.forward_flops(wan_model.describe("random:i2v-a14b").config, 27_216)
+    assert abs(attention / 0.61e15 - 1) < 0.02  # of RoboCasa's RGB clip
+    config = wan.config
+    linear, attention = wan_model.forward_flops(config, 100, 7)
+    assert wan_model.step_flops(config, 100, lora=False, text_tokens=7) == 3 * (linear + attention)
+    assert wan_model.step_flops(config, 100, lora=True, text_tokens=7) == 2 * linear + 3 * attention
