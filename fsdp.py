@@ -82,6 +82,14 @@ def reduce_sum(values):
     return tensor.tolist()
 
 
+def reduce_max(values):
+    """Largest of each of a list of floats over all ranks -> list of floats (float64)."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
 @contextmanager
 def all_ranks_agree():
     """A UserError in the body on any rank ends all of them, with the message of the first: nobody is left waiting."""

@@ -12,12 +12,14 @@ Paper: Wan, arXiv 2503.20314.
 import json
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -269,6 +271,31 @@ def trainable_parameters(wan):
         for name, parameter in transformer.named_parameters()
         if parameter.requires_grad
     }
+
+
+@contextmanager
+def adapters_off(wan):
+    """Inside, the model is the one the adapters were put on: the reference policy.
+
+    peft's own switch would also turn requires_grad off and on, which FSDP2 remembers from its first all-gather.
+    """
+    layers = [m for t in wan.experts.values() for m in t.modules() if isinstance(m, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def by_expert(tensors):
+    """{"high.blocks.0.attn1.to_q.lora_A.default.weight": x} -> {"high": {"blocks.0.attn1.to_q.lora_A.weight": x}}."""
+    split = {}
+    for name, tensor in tensors.items():
+        expert, name = name.split(".", 1)
+        split.setdefault(expert, {})[adapter_name(name)] = tensor
+    return split
 
 
 def adapter_name(parameter_name):

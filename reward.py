@@ -3,8 +3,8 @@
 A reward is a function of videos b f 3 h w (float in 0..1, on any device), prompts (b strings) and metadata (b dicts,
 from the prompt file) that returns b numbers, more is better. To add one: write it, add its line to REWARDS.
 
-    reward="pickscore:1.0,smoothness:0.1"              a weighted sum; without a number the weight is 1
-    reward="http://host:8000/score:1.0"                a reward in another process; the weight needs its dot there
+    rewards="pickscore:1.0,smoothness:0.1"     a weighted sum; without a number the weight is 1
+    rewards="http://host:8000/score:1.0"       a reward in another process; the weight needs its dot there
 """
 
 import difflib
@@ -82,9 +82,8 @@ def load_clip(model, device, dtype):
     """-> (tokenizer, frozen CLIPModel). "random": CLIP-ViT-H-14 in full size with random weights, to measure with."""
     if model == "random":
         text = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
-        vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16,
-                      patch_size=14)  # fmt: skip
-        both = dict(hidden_act="gelu", projection_dim=1024)
+        vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16)
+        vision, both = vision | dict(patch_size=14), dict(hidden_act="gelu", projection_dim=1024)
         config = CLIPConfig(text_config=text | both, vision_config=vision | both, projection_dim=1024)
         with torch.device(device):
             clip = CLIPModel(config)
@@ -130,7 +129,7 @@ def clip_pixels(frames):
 
 
 def load_pickscore(name, device, pickscore_model, pickscore_frames, pickscore_dtype, **options):
-    """-> reward: exp(logit_scale) <text, image> / 26, about 0.6 to 0.9, mean of frames spread evenly but for frame 0."""
+    """-> reward: exp(logit_scale) <text, image> / 26, about 0.6 to 0.9, mean of evenly spaced frames after frame 0."""
     tokenizer, clip = load_clip(pickscore_model, str(device), pickscore_dtype)
     if pickscore_frames < 1:
         raise UserError(f"pickscore_frames={pickscore_frames}: want at least 1")
@@ -160,18 +159,18 @@ def load_pickscore(name, device, pickscore_model, pickscore_frames, pickscore_dt
 # a reward in another process
 
 
-def load_http(url, device, http_timeout, http_retries, **options):
+def load_http(url, device, timeout, retries, **options):
     """-> reward: POSTs an .npz of videos (uint8 b f h w 3) and json (a string of {"prompts": [], "metadata": []}), and
-    reads {"rewards": [b numbers]}. A failed attempt is repeated http_retries times, after 1, 2, 4, at most 8 seconds.
+    reads {"rewards": [b numbers]}. A failed attempt is repeated `retries` times, after 1, 2, 4, at most 8 seconds.
     """
     if not is_url(url):
         raise UserError("reward http: want its address, as in http://host:8000/score:1.0")
 
-    def ask(body, timeout):
-        for attempt in range(http_retries + 1):
+    def ask(body, seconds):
+        for attempt in range(retries + 1):
             try:
                 headers = {"Content-Type": "application/octet-stream"}
-                with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout) as answer:
+                with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=seconds) as answer:
                     return answer.read()
             except urllib.error.HTTPError as error:  # it's there, and says no: only 5xx can pass by itself
                 if body is None:
@@ -181,17 +180,17 @@ def load_http(url, device, http_timeout, http_retries, **options):
                     break
             except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
-            if attempt < http_retries:
+            if attempt < retries:
                 time.sleep(min(2**attempt, 8))
         raise UserError(f"reward {url}: {reason} after {attempt + 1} attempts: is its server running there?")
 
-    ask(None, min(http_timeout, 10))  # a GET, whatever the answer: a wrong address shows before any weight is loaded
+    ask(None, min(timeout, 10))  # a GET, whatever the answer: a wrong address shows before any weight is loaded
 
     def remote(videos, prompts, metadata):
         plain = json.dumps({"prompts": prompts, "metadata": metadata}, default=lambda value: None)  # tensors stay here
         body = io.BytesIO()
         np.savez(body, videos=uint8_frames(videos), json=np.array(plain))
-        answer = ask(body.getvalue(), http_timeout)
+        answer = ask(body.getvalue(), timeout)
         try:
             return torch.tensor(json.loads(answer)["rewards"], dtype=torch.float32)
         except (ValueError, KeyError, TypeError):
@@ -225,7 +224,7 @@ def is_url(name):
     return name.startswith(("http://", "https://"))
 
 
-def parse_rewards(spec, setting="reward"):
+def parse_rewards(spec, setting="rewards"):
     """ "pickscore:1.0,smoothness:0.1" -> [("pickscore", 1.0), ("smoothness", 0.1)]. Raises UserError."""
     parsed = []
     for part in (part.strip() for part in spec.split(",")):
@@ -236,9 +235,8 @@ def parse_rewards(spec, setting="reward"):
         if not is_url(name) and (name not in REWARDS or name == "http"):
             near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
             meant = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
-            known = ", ".join(known for known in REWARDS if known != "http")
-            raise UserError(f"{setting}={spec}: got {name!r}{meant}, want some of {known}, http://host:port/path, "
-                            f"each with :weight")  # fmt: skip
+            known = ", ".join(REWARDS).replace("http", "http://host:port/path")
+            raise UserError(f"{setting}={spec}: got {name!r}{meant}, want some of {known}, each with :weight")
         try:
             number = float(weight) if weight else 1.0
         except ValueError:
@@ -252,17 +250,19 @@ def parse_rewards(spec, setting="reward"):
 
 
 def load_rewards(spec, device="cpu", pickscore_model="yuvalkirstain/PickScore_v1", pickscore_frames=4,
-                 pickscore_dtype="float32", http_timeout=300.0, http_retries=3):  # fmt: skip
+                 pickscore_dtype="float32", timeout=60.0, retries=3):  # fmt: skip
     """Specification, or what parse_rewards made of it -> {name: reward}, models loaded and servers reached."""
     names = [name for name, _ in (parse_rewards(spec) if isinstance(spec, str) else spec)]
     options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, pickscore_dtype=pickscore_dtype,
-                   http_timeout=http_timeout, http_retries=http_retries)  # fmt: skip
+                   timeout=timeout, retries=retries)  # fmt: skip
     return {name: REWARDS["http" if is_url(name) else name](name, device, **options) for name in names}
 
 
 @torch.no_grad()
 def score(rewards, videos, prompts, metadata):
     """{name: reward}, videos b f 3 h w in 0..1 -> {name: b float32 on the CPU}. Raises UserError for a NaN or shape."""
+    if videos.ndim != 5 or videos.shape[2] != 3 or not len(videos) == len(prompts) == len(metadata):
+        raise ValueError(f"videos {tuple(videos.shape)}, {len(prompts)} prompts, {len(metadata)} metadata: want b f 3 h w")
     scores = {}
     for name, reward in rewards.items():
         values = torch.as_tensor(reward(videos, prompts, metadata)).detach().float().cpu()
@@ -270,8 +270,7 @@ def score(rewards, videos, prompts, metadata):
             raise UserError(f"reward {name}: got shape {tuple(values.shape)}, want ({len(videos)},), a number a video")
         if not values.isfinite().all():
             index = int((~values.isfinite()).nonzero()[0])
-            raise UserError(f"reward {name}: got {values[index].item()} for video {index} ({prompts[index]!r}), "
-                            f"want finite numbers")  # fmt: skip
+            raise UserError(f"reward {name}: got {values[index].item()} for {prompts[index]!r}, want finite numbers")
         scores[name] = values
     return scores
 
@@ -292,9 +291,9 @@ def group_advantages(rewards, groups, global_std=False, clip=5.0):
     for group in groups.unique():
         own = groups == group
         members = rewards[own]
-        if members.min() == members.max():
+        if members.min() < members.max():
+            std = (rewards if global_std else members).std(correction=0)
+            advantages[own] = (members - members.mean()) / (std + 1e-4)
+        else:
             num_equal += 1
-            continue
-        std = (rewards if global_std else members).std(correction=0)
-        advantages[own] = (members - members.mean()) / (std + 1e-4)
     return advantages.clamp(-clip, clip).float(), num_equal

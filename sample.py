@@ -152,8 +152,8 @@ if rank == 0:
           f"guidance {guidance_scale:g} (high) {guidance_scale_2:g} (low), latents {latent_shape}")  # fmt: skip
     print(f"prompt: {prompt}")
 noise = rollout.randn(latent_shape, seed)[None].to(device)
-latents = rollout.sample_ode(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
-                             progress="sampling" if rank == 0 else None)  # fmt: skip
+latents, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
+                            progress="sampling" if rank == 0 else None)  # fmt: skip
 if rank == 0:
     cells = validate.decode_cells(vae, latents[0], modalities, view_names)
     got, want = validate.frames_of(cells), validate.frames_of(truth)

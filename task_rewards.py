@@ -15,8 +15,9 @@ from geometry import denormalise_points
 # ----------------------------------------------------------------------------------------------------------------------
 # the tiny world's task: does the ball of the prompted colour move in the prompted direction?
 
-SATURATION_FLOOR = 0.15  # largest minus smallest channel; the scene is grey but for the ball
-PATH = 0.035  # image sizes a frame: the least that a ball of tiny.py moves, a little less for the VAE's blur
+VIVID = 0.2  # least difference of a pixel's channels, of 1, to count: all is grey but the ball, and the VAE's errors
+IN_HUE = 0.12  # the same of its chroma along the prompted hue
+PATH = 0.04  # image sizes a frame: the least that a ball of tiny.py moves, a little less for the VAE's blur
 
 
 def ramp(x, low, high):
@@ -28,8 +29,9 @@ def ball_track(videos, metadata):
     """-> along, across b f: how far the ball is from frame 0 in the prompted direction and across it, in image sizes;
     quality b f in 0..1: is there one whole, compact ball of the prompted colour in a frame?
 
-    The ball is where the saturation is: its mass, centroid and spread are the saturation's moments. Mass and spread are
-    compared with frame 0, so a ball that fades, grows, smears or doubles costs quality; so does another hue.
+    The ball is what is saturated in the prompted hue: its mass, centroid and spread are the moments of that. Mass and
+    spread are compared with frame 0, so a ball that fades, grows, smears or doubles costs quality, and so does any
+    saturation of another hue.
     """
     if videos.shape[1] < 2:
         raise UserError(f"reward ball: got videos of {videos.shape[1]} frames, want at least 2")
@@ -39,8 +41,15 @@ def ball_track(videos, metadata):
                 raise UserError(f"reward ball: got {name} {entry.get(name)!r} in metadata, want one of {list(known)}")
     videos = videos.float()
     height, width = videos.shape[-2:]
-    weight = (videos.amax(2) - videos.amin(2) - SATURATION_FLOOR).clamp(min=0)  # b f h w
-    total = weight.sum((2, 3)).clamp(min=1e-6)  # b f
+    colours = torch.tensor([tiny.COLOURS[entry["colour"]] for entry in metadata], device=videos.device).float()
+    hues = F.normalize(colours - colours.mean(1, keepdim=True), dim=1)[:, None, :, None, None]  # b 1 3 1 1
+    chroma = videos - videos.mean(2, keepdim=True)  # b f 3 h w: its direction is the hue, its length the saturation
+    in_hue = (chroma * hues).sum(2)  # b f h w
+    vivid = (videos.amax(2) - videos.amin(2) - VIVID).clamp(min=0)
+    cosine = (vivid * in_hue).sum((2, 3)) / (vivid * chroma.norm(dim=2)).sum((2, 3)).clamp(min=1e-6)  # b f
+
+    weight = (in_hue - IN_HUE).clamp(min=0)
+    total = weight.sum((2, 3)).clamp(min=1e-6)
     x = (torch.arange(width, device=videos.device) + 0.5) / width
     y = ((torch.arange(height, device=videos.device) + 0.5) / height)[:, None]
     centre_x, centre_y = (weight * x).sum((2, 3)) / total, (weight * y).sum((2, 3)) / total
@@ -48,15 +57,10 @@ def ball_track(videos, metadata):
     spread = (weight * distance).sum((2, 3)) / total
     mass = total / (height * width)
 
-    colours = torch.tensor([tiny.COLOURS[entry["colour"]] for entry in metadata], device=videos.device).float()
-    hues = F.normalize(colours - colours.mean(1, keepdim=True), dim=1)[:, None, :, None, None]  # b 1 3 1 1
-    chroma = videos - videos.mean(2, keepdim=True)  # b f 3 h w: a hue is its direction
-    cosine = (weight * (chroma * hues).sum(2)).sum((2, 3)) / (weight * chroma.norm(dim=2)).sum((2, 3)).clamp(min=1e-6)
-
     growth = mass / mass[:, :1].clamp(min=0.01)  # the bounds matter where frame 0 is generated too: no ball, or a smear
-    spreading = spread / spread[:, :1].clamp(max=0.02)
+    spreading = spread / spread[:, :1].clamp(0.002, 0.02)
     # Clips of the scene that went through its VAE keep 0.6 to 1.4 of the mass, spread by 1.8 at most, cosine 0.93.
-    quality = ramp(growth, 0.2, 0.6) * ramp(growth, 2.2, 1.4) * ramp(spreading, 4, 2) * ramp(cosine, 0.7, 0.92)
+    quality = ramp(growth, 0.2, 0.6) * ramp(growth, 2.2, 1.4) * ramp(spreading, 3, 1.9) * ramp(cosine, 0.7, 0.9)
 
     to = torch.tensor([tiny.DIRECTIONS[entry["direction"]] for entry in metadata], device=videos.device)  # b 2, y up
     right, up = centre_x - centre_x[:, :1], centre_y[:, :1] - centre_y  # b f

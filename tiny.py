@@ -6,6 +6,7 @@
     out/tiny/ti2v/                   like Wan2.2-TI2V-5B: one expert, expand_timesteps
     out/tiny/t2v/                    like Wan2.2-T2V-A14B: two experts, boundary 0.875
     out/tiny/robot.hdf5              demonstrations in RoboCasa layout: two views, depth, cameras, language
+    out/tiny/robot_mixed.hdf5        the same, but half of them move any way: a worse teacher, which RL can surpass
     out/tiny/train.jsonl eval.jsonl  prompts with their given images; no prompt of eval is in train
 
 The scene: a coloured ball rolls over a grey table, seen by two cameras; the prompt says colour and direction, such as
@@ -37,7 +38,7 @@ from encoders import AutoencoderDCT
 
 out = "out/tiny"  # folder to write
 num_demos = 624  # demonstrations in robot.hdf5; the last 24 are mask/valid, one of each prompt
-agreement = 1.0  # share of demos that move as their prompt says; the others move any way (a worse teacher, for RL)
+agreement = 0.5  # in robot_mixed.hdf5: share of demos that move as their prompt says; the others move any way
 seed = 0  # of the scene and of the initial weights
 
 if __name__ == "__main__":
@@ -274,7 +275,8 @@ def main():
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        make_robot_hdf5(folder / "robot.hdf5", num_demos, agreement, seed)
+        make_robot_hdf5(folder / "robot.hdf5", num_demos, 1.0, seed)
+        make_robot_hdf5(folder / "robot_mixed.hdf5", num_demos, agreement, seed)
         make_prompts(folder, seed)
         vae = make_vae(seed)
         tokenizer, text_encoder = make_text_encoder(seed)

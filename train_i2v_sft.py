@@ -65,10 +65,10 @@ text_dropout = 0.1  # probability of an empty prompt, for classifier-free guidan
 lora_rank = 0  # 0: full fine-tuning
 lora_alpha = 0.0  # 0: the rank (scale 1)
 lora_targets = "to_q,to_k,to_v,to_out.0"  # linears by the end of their names; add ffn.net.0.proj,ffn.net.2 for the MLP
-batch_size = 64  # clips a rank and micro-batch
+batch_size = 32  # clips a rank and micro-batch
 grad_accum = 1  # micro-batches a step
-max_steps = 1000  # optimizer steps
-lr = 1e-3  # peak learning rate of AdamW
+max_steps = 1500  # optimizer steps
+lr = 3e-3  # peak learning rate of AdamW
 min_lr = 1e-5  # at the end of the cosine
 warmup_steps = 20  # steps of linear warmup
 weight_decay = 0.01  # of AdamW
@@ -78,7 +78,7 @@ ema_decay = 0.0  # of the trained parameters, used for validation and export; 0:
 max_bad_steps = 5  # non-finite steps in a row that end the run
 seed = 0  # of every draw
 # validation
-eval_interval = 250  # steps; 0: only at the end
+eval_interval = 500  # steps; 0: only at the end
 num_val_windows = 16  # held-out clips for the validation loss
 val_sigmas = 4  # noise levels an expert, the mid-points of bins of equal probability
 num_val_videos = 2  # held-out clips generated in full; 0: none
@@ -93,9 +93,9 @@ checkpointing = "none"  # "none" | "full" | "selective": what is recomputed in t
 compile_blocks = False  # torch.compile each transformer block
 dp_replicate = 1  # whole copies of the model, e.g. nodes; the ranks of a copy share it
 peak_tflops = 989.0  # of the GPU in bf16 without sparsity, for mfu (H100, H200: 989; B200: 2250; A100: 312)
-save_interval = 250  # steps between checkpoints
+save_interval = 500  # steps between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
-log_interval = 10  # steps between lines
+log_interval = 50  # steps between lines
 config = configure(globals(), also=("prepare_robocasa.py",))
 MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "num_workers", "max_bad_steps", "eval_interval",

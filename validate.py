@@ -145,8 +145,8 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
         latents, condition, text = robot_data.collate(samples, cache.text, device, gives_frame(wan, config))
         noise = rollout.randn(latents.shape[1:], config["seed"], VALIDATION, item)[None].to(device)
         label = "validation video" if rank == 0 else None
-        generated = rollout.sample_ode(wan, noise, condition, text, negative, sigmas, config["guidance_scale"],
-                                       config["guidance_scale_2"], progress=label)  # fmt: skip
+        generated, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, config["guidance_scale"],
+                                      config["guidance_scale_2"], progress=label)  # fmt: skip
         if not weight:
             continue
         cells = decode_cells(vae, generated[0], cache.modalities, cache.views)

@@ -76,7 +76,7 @@ def test_sampling_equals_the_pipeline(checkpoints, kind, pipeline_class):
         condition = encoders.encode_condition(encoders.load_vae(checkpoints[kind]), 2 * frame - 1, 9, kind)
         condition = condition.expand(2, -1, -1, -1, -1)
     sigmas = rollout.sigma_grid(8, 5.0)
-    latents = rollout.sample_ode(wan, noise, condition, text, negative, sigmas, 3.5, 2.0)
+    latents, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, 3.5, 2.0)
 
     assert [call[0] for call in ours] == [call[0] for call in theirs] and len(ours) == 16
     assert len({call[0] for call in ours}) == num_experts
@@ -127,7 +127,7 @@ def test_the_given_frame_never_changes(checkpoints, kind):
     noise, text = rollout.randn((1, 16, 3, 4, 6), 0), rollout.randn((2, 1, 16, 64), 1)
     condition = rollout.randn((1, 16, 3 if kind == "i2v" else 1, 4, 6), 2)
     recorded = record(wan.experts)
-    latents = rollout.sample_ode(wan, noise, condition, *text, rollout.sigma_grid(4, 5.0), 2.0, 2.0)
+    latents, _ = rollout.sample(wan, noise, condition, *text, rollout.sigma_grid(4, 5.0), 2.0, 2.0)
     given = [hidden[:, 20:] if kind == "i2v" else hidden[:, :, :1] for _, hidden, *_ in recorded]
     assert len(given) == 8 and all(torch.equal(seen, condition) for seen in given)
     if kind != "i2v":  # an i2v model generates its first latent frame too
@@ -141,7 +141,7 @@ def test_euler_is_exact_on_a_straight_flow():
     expert = lambda x, timestep, text, return_dict: ((x - x0) / (timestep / 1000) + text.mean(),)  # noqa: E731
     wan = wan_model.Wan("", "t2v", ("high", "low"), 0.9, {}, experts={"high": expert, "low": expert})
     zero, one = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
-    sampled = rollout.sample_ode(wan, noise, None, zero, zero, rollout.sigma_grid(7, 3.0), 1.0, 1.0)
+    sampled, _ = rollout.sample(wan, noise, None, zero, zero, rollout.sigma_grid(7, 3.0), 1.0, 1.0)
     torch.testing.assert_close(sampled, x0, atol=1e-6, rtol=0)
     for sigma, scale in ((0.95, 4.0), (0.85, 3.0)):  # of the high expert, of the low one
         sigma = torch.tensor([sigma])

@@ -1,0 +1,109 @@
+"""Prompts with their given images, from JSON lines, and which of them an iteration uses.
+
+    {"input": "A camera moves around the subject.", "metadata": {"image_path": "images/frame.jpg"}}
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from configurator import UserError
+
+
+class Prompts:
+    """The lines of a JSONL file, all checked at once: .prompts (strings) and .metadata (dicts), in the file's order.
+
+    needs_image=False (text to video) neither wants nor opens images. Blank lines are skipped. Raises UserError.
+    """
+
+    def __init__(self, path, height, width, needs_image=True):
+        self.path, self.height, self.width, self.needs_image = Path(path), height, width, needs_image
+        self.prompts, self.metadata, self.lines = [], [], []
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: got {error}, want a file of JSON lines in UTF-8") from None
+        opened = set()
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                prompt, metadata = self._parse(line, number)
+                if needs_image and metadata["image_path"] not in opened:  # groups of prompts often share an image
+                    self._open(metadata, number, quick=True)
+                    opened.add(metadata["image_path"])
+                self.prompts.append(prompt)
+                self.metadata.append(metadata)
+                self.lines.append(number)
+        if not self.prompts:
+            raise UserError(f'{path}: got no lines, want one {{"input": prompt, "metadata": {{}}}} or more')
+
+    def __len__(self):
+        return len(self.prompts)
+
+    def _parse(self, line, number):
+        where = f"{self.path}:{number}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: got {line[:40]!r}, want JSON ({error})") from None
+        if not isinstance(entry, dict):
+            raise UserError(f'{where}: got {line[:40]!r}, want an object {{"input": prompt, "metadata": {{}}}}')
+        prompt, metadata = entry.get("input"), entry.get("metadata", {})
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UserError(f"{where}: got input {prompt!r}, want the prompt, some text")
+        if not isinstance(metadata, dict):
+            raise UserError(f"{where}: got metadata {metadata!r}, want an object")
+        image_path = metadata.get("image_path")
+        if self.needs_image and (not isinstance(image_path, str) or not image_path):
+            raise UserError(f"{where}: got image_path {image_path!r} in metadata, want the given image's file")
+        return prompt, metadata
+
+    def _open(self, metadata, number, quick=False):
+        """The image of a line, fully decoded (quick: a JPEG at an eighth of its size, all of the file still read)."""
+        path = self.path.parent / metadata["image_path"]  # an absolute image_path stays as it is
+        if not path.is_file():
+            raise UserError(f"{self.path}:{number}: got image {path}, which is not there, want a path relative to "
+                            f"{self.path.name}")  # fmt: skip
+        try:
+            with Image.open(path) as image:
+                if quick:
+                    image.draft("RGB", (1, 1))
+                return ImageOps.exif_transpose(image.convert("RGB"))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{self.path}:{number}: got image {path} ({reason}), want one that opens") from None
+
+    def image(self, index):
+        """The given image of a line -> 3 h w float32 in -1..1.
+
+        Scaled to cover height x width without a change of its proportions, bicubic and antialiased, then cut to the
+        centre: an image of another shape loses its edges, never gets stretched.
+        """
+        image = self._open(self.metadata[index], self.lines[index])
+        image = ImageOps.fit(image, (self.width, self.height), Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def group_indices(num_prompts, prompts_per_iteration, iteration, seed):
+    """The prompts of an iteration, a pure function of (seed, iteration) -> list of prompts_per_iteration indices.
+
+    The stream of all iterations is one permutation of the file after another, each prompt once an epoch. An iteration
+    that ends one epoch and begins the next would repeat prompts: those it has are moved back in the new permutation.
+    Raises UserError if an iteration wants more prompts than there are.
+    """
+    if not 1 <= prompts_per_iteration <= num_prompts:
+        raise UserError(f"prompts_per_iteration={prompts_per_iteration}: want 1 to {num_prompts}, all there are")
+    start, end = iteration * prompts_per_iteration, (iteration + 1) * prompts_per_iteration
+    before = order = np.empty(0, dtype=np.int64)
+    last_epoch = (end - 1) // num_prompts
+    for epoch in range(last_epoch + 1):  # from the first on, because each depends on how the one before it ended
+        before, order = order, np.random.default_rng((seed, epoch)).permutation(num_prompts)
+        begun = epoch * num_prompts % prompts_per_iteration  # prompts that the iteration on the border has already
+        if begun:
+            head = order[~np.isin(order, before[-begun:])][: prompts_per_iteration - begun]
+            order = np.concatenate([head, order[~np.isin(order, head)]])
+    stream = np.concatenate([before, order])
+    offset = last_epoch * num_prompts - len(before)  # of the stream's first prompt
+    return stream[start - offset : end - offset].tolist()

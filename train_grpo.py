@@ -1,0 +1,520 @@
+"""Flow-GRPO: reinforcement learning of Wan 2.2 with group-relative advantages, one process or many.
+
+    make tiny                                          # the tiny world, its fine-tuned base model, then this script
+    python train_grpo.py                               # the same again: reward on held-out prompts rises in minutes
+    torchrun --nproc_per_node=2 train_grpo.py config/wan22_ti2v_grpo.py --model=Wan-AI/Wan2.2-TI2V-5B-Diffusers \\
+        --data_jsonl=train.jsonl --eval_data_jsonl=val.jsonl --eval_interval=20
+
+One iteration (Flow-GRPO, arXiv 2505.05470):
+    1. roll out    group_size videos for each of a few prompts. In a window of steps the sampler is an SDE with the same
+                   marginals as the flow, so that each of those steps is a draw from a Gaussian with a log-probability.
+    2. score       every video with a reward; its advantage is how much better it is than its own group
+    3. train       for each video and step of the window: how much more probable is that step under the policy now?
+                   ratio = exp(log_prob - old_log_prob), loss = max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))
+Trained are LoRA adapters (or all weights with lora_rank=0); with adapters off the model is the reference. Every draw is a
+function of (seed, iteration, prompt, member): neither the number of GPUs nor an interruption changes a run.
+"""
+
+import math
+import os
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import encoders
+import fsdp
+import model as wan_model
+import reward
+import rollout
+import video
+from configurator import UserError, configure, save_config
+from data import check_sizes
+from plot import MetricsLog, draw_curves
+from prompts import Prompts, group_indices
+from validate import share_out
+
+# ----------------------------------------------------------------------------- settings
+# model and output
+model = "out/tiny_ti2v/model"  # diffusers folder (e.g. a fine-tuned one), hub id, or random:NAME
+out_dir = "out/tiny_grpo"  # everything the run leaves behind
+resume = True  # go on from out_dir's last checkpoint; False: out_dir must hold none
+init_lora = ""  # an exported lora/ folder to start from, e.g. of fine-tuning
+# prompts: lines {"input": prompt, "metadata": {"image_path": ...}}
+data_jsonl = "out/tiny/train.jsonl"  # to train on
+eval_data_jsonl = "out/tiny/eval.jsonl"  # held out
+height = 16  # pixels; images are resized to cover it and centre-cropped
+width = 16  # pixels
+num_frames = 5  # 4n+1
+max_text_tokens = 16  # tokens; 512 for the released models
+negative_prompt = ""  # unconditional text of classifier-free guidance
+# rewards
+rewards = "ball:1.0"  # name:weight, comma-separated: what is trained (reward.py lists the names)
+eval_rewards = "smoothness:1.0"  # logged on held-out prompts, never trained: they show reward hacking
+pickscore_model = "yuvalkirstain/PickScore_v1"  # folder or hub id; "random": full size, random weights
+pickscore_frames = 4  # frames scored a video, evenly spaced, the given one left out
+reward_timeout = 60.0  # seconds an http reward may take
+# rollout
+prompts_per_iteration = 12  # groups
+group_size = 12  # videos a prompt
+rollout_batch = 12  # videos at a time, in rollout and in training
+num_steps = 10  # of the sampler
+shift = 5.0  # of the noise levels
+law = "flow"  # "flow" | "dance" | "cps": the stochastic step
+noise_level = 0.7  # of the stochastic steps
+num_sde_steps = 2  # steps in a row that are stochastic and trained; the others are ODE steps
+sde_window = (0, 5)  # first and last+1 step they may be, drawn once an iteration for all
+guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
+guidance_scale_2 = 1.0  # of the low-noise expert; 0: not set (an error for two experts)
+cfg_batched = False  # both passes of guidance as one batch
+boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
+decode_batch = 12  # videos decoded at a time
+# optimisation
+lora_rank = 16  # 0: full fine-tuning
+lora_alpha = 32.0  # scale alpha / rank
+lora_targets = "to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2"  # linears by the end of their names
+max_iterations = 60  # rollouts
+num_inner_epochs = 1  # passes over a rollout
+num_minibatches = 1  # optimizer steps a pass
+lr = 1e-3  # of AdamW, constant after warmup
+warmup_iterations = 0  # of linear warmup
+weight_decay = 1e-4  # of AdamW
+grad_clip = 1.0  # L2 norm
+clip_range = 1e-3  # eps of the ratio
+advantage_clip = 5.0  # of advantages, absolute
+global_std = False  # advantages by the std of all rewards instead of the group's
+kl_beta = 0.0  # weight of the KL to the reference
+ratio_norm = False  # GRPO-Guard's normalised ratio and step weights (arXiv 2510.22319)
+recompute_log_prob = False  # score the old policy with the trainer instead of keeping the sampler's numbers
+ema_decay = 0.9  # of the trained parameters, used for evaluation and export; 0: off
+ema_interval = 4  # iterations between its updates
+max_bad_steps = 5  # non-finite steps in a row that end the run
+seed = 0  # of every draw
+# evaluation
+eval_interval = 10  # iterations; 0: only at the end
+num_eval_prompts = 24  # held-out prompts, one video each, always the same noise
+num_eval_videos = 4  # of these written, before and after side by side
+num_eval_steps = 20  # of the ODE sampler
+fps = 8  # frames a second of the videos written
+# system
+device = "auto"  # "auto" | "cpu" | "cuda"
+dtype = "float32"  # "float32" | "bfloat16": frozen weights and matrix products; trainable weights are always float32
+vae_dtype = "float32"  # "float32" | "bfloat16"
+checkpointing = "none"  # "none" | "full" | "selective": what is recomputed in the backward pass
+compile_blocks = False  # torch.compile each transformer block
+dp_replicate = 1  # whole copies of the model
+save_interval = 20  # iterations between checkpoints
+keep_last = 2  # checkpoints kept; 0: all
+config = configure(globals())
+EVALUATION = 2**31  # keeps its noise apart from the iterations' in rollout.seeded
+MAY_CHANGE = {  # settings that a resumed run may change
+    "out_dir", "resume", "max_iterations", "eval_interval", "eval_data_jsonl", "eval_rewards", "num_eval_prompts",
+    "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing", "compile_blocks", "dp_replicate",
+    "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
+}  # fmt: skip
+
+# ----------------------------------------------------------------------------- checks, before any weight is loaded
+rank, world_size, device = fsdp.init(device)
+is_main = rank == 0
+stop_requested = []
+signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))  # finish the iteration, save, leave
+lora_alpha = lora_alpha or float(lora_rank)
+videos_each = prompts_per_iteration * group_size // world_size  # a rank's share of an iteration
+
+
+def say(line):
+    if is_main:
+        print(line, flush=True)
+
+
+with fsdp.all_ranks_agree():
+    for name in ("dtype", "vae_dtype"):
+        if config[name] not in ("float32", "bfloat16"):
+            raise UserError(f"{name}={config[name]}: want float32 or bfloat16")
+    at_least = dict(group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1, num_minibatches=1,
+                    num_inner_epochs=1, decode_batch=1, num_eval_steps=1, max_iterations=1, ema_interval=1)  # fmt: skip
+    for name, low in at_least.items():
+        if config[name] < low:
+            raise UserError(f"{name}={config[name]}: want at least {low}")
+    if law not in rollout.LAWS:
+        raise UserError(f"law={law}: want one of {', '.join(rollout.LAWS)}")
+    if noise_level <= 0:
+        raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7")
+    last = num_steps - (law == "cps")  # cps draws nothing in the last step
+    if not (len(sde_window) == 2 and 0 <= sde_window[0] and sde_window[0] + num_sde_steps <= sde_window[1] <= last):
+        raise UserError(f"sde_window={sde_window}: want (lo, hi) with lo >= 0, hi <= {last}, {num_sde_steps} steps or more apart")
+    if prompts_per_iteration * group_size % (world_size * rollout_batch):
+        raise UserError(f"prompts_per_iteration x group_size = {prompts_per_iteration * group_size}: want a multiple of "
+                        f"{world_size} ranks x rollout_batch {rollout_batch}")  # fmt: skip
+    wan = wan_model.describe(model, boundary_ratio)
+    wan.dtype = getattr(torch, dtype)
+    z_dim, stride = encoders.latent_geometry(model)
+    check_sizes(num_frames, height, width, stride)
+    if "low" in wan.expert_names and not guidance_scale_2:
+        raise UserError("guidance_scale_2=0: a model with two experts wants the low-noise expert's guidance too, e.g. 3.5")
+    guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2 or guidance_scale,
+                    cfg_batched=cfg_batched)  # fmt: skip
+    if (guidance_scale != 1 or guidance["guidance_scale_2"] != 1) and not negative_prompt:
+        raise UserError('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
+    train_prompts = Prompts(data_jsonl, height, width, needs_image=wan.kind != "t2v")
+    eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=wan.kind != "t2v")
+    group_indices(len(train_prompts.prompts), prompts_per_iteration, 0, seed)
+    weights = reward.parse_rewards(rewards)
+    checkpoint = fsdp.checkpoint_to_resume(out_dir, resume)
+    meta = fsdp.read_meta(checkpoint) if checkpoint else None
+    if meta:
+        fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
+
+sigmas = rollout.sigma_grid(num_steps, shift)
+eval_sigmas = rollout.sigma_grid(num_eval_steps, shift)
+latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])
+say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {wan_model.count_parameters(wan.config):,} parameters, "
+    f"boundary {wan.boundary_ratio}, guidance {guidance_scale:g} (high) {guidance['guidance_scale_2']:g} (low)")  # fmt: skip
+say(f"grid       {num_steps} steps, shift {shift:g}: " + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
+say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise level {noise_level:g} in {num_sde_steps} steps of "
+    f"{sde_window}, {wan_model.num_tokens(latent_shape):,} tokens a video, {videos_each} videos a rank")  # fmt: skip
+
+# ----------------------------------------------------------------------------- text, VAE, rewards
+tokenizer, text_encoder = encoders.load_text_encoder(model, device)
+distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
+text_of = dict(zip(distinct, encoders.encode_text(tokenizer, text_encoder, distinct, max_text_tokens).cpu(), strict=True))
+del tokenizer, text_encoder
+vae = encoders.load_vae(model, device, getattr(torch, vae_dtype))
+with fsdp.all_ranks_agree():
+    options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, timeout=reward_timeout)
+    train_rewards = reward.load_rewards(rewards, device, **options)
+    held_out_rewards = {**train_rewards, **(reward.load_rewards(eval_rewards, device, **options) if eval_rewards else {})}
+
+
+def conditions(prompts, indices):
+    """-> condition b c f|1 h w or None, text b n d, negative text b n d for prompts of a file, on the device."""
+    condition = None
+    if wan.kind != "t2v":
+        encoded = {i: encoders.encode_condition(vae, prompts.image(i)[None].to(device), num_frames, wan.kind) for i in set(indices)}
+        condition = torch.cat([encoded[i] for i in indices])
+    text = torch.stack([text_of[prompts.prompts[i]] for i in indices]).to(device)
+    return condition, text, text_of[negative_prompt].to(device).expand_as(text)
+
+
+def decode(latents):
+    """Latents b c f h w -> videos b f 3 h w in 0..1, as 8-bit files would hold them."""
+    pixels = torch.cat([encoders.decode(vae, chunk) for chunk in latents.split(decode_batch)])  # b 3 f h w
+    return ((pixels + 1) * 127.5).round().div(255).transpose(1, 2)
+
+
+# ----------------------------------------------------------------------------- model, LoRA, sharding
+with fsdp.all_ranks_agree():
+    mesh = fsdp.make_mesh(device, dp_replicate)
+
+
+def load_experts(trainable):
+    """{expert: sharded transformer}; trainable with adapters (or all weights), or frozen."""
+    loaded = {}
+    for expert in wan.expert_names:
+        transformer = wan_model.load_transformer(wan, expert, device, wan.dtype if lora_rank else torch.float32, seed)
+        if trainable and lora_rank:
+            torch.manual_seed(seed)
+            wan_model.add_lora(transformer, lora_rank, lora_alpha, lora_targets)
+            if init_lora and not checkpoint:
+                wan_model.load_lora(transformer, wan_model.read_lora(init_lora, expert)[0], init_lora)
+        elif trainable:
+            transformer.requires_grad_(True)
+        fsdp.wrap_blocks(transformer.to(device), checkpointing, compile_blocks)
+        loaded[expert] = fsdp.shard(transformer, mesh)
+    return loaded
+
+
+wan.experts = load_experts(trainable=True)
+parameters = wan_model.trainable_parameters(wan)
+frozen = load_experts(trainable=False) if kl_beta > 0 and not lora_rank else None  # the reference of full fine-tuning
+optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_decay, fused=device.type == "cuda")
+ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
+start_iteration = skipped_steps = 0
+if checkpoint:
+    fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(checkpoint)))
+    start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
+    say(f"resumed    {checkpoint}: iteration {start_iteration}")
+say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors on {world_size} x {device.type}")
+with fsdp.all_ranks_agree():
+    if is_main:
+        save_config(out_dir, config)
+        metrics = MetricsLog(out_dir, start_iteration)
+
+# ----------------------------------------------------------------------------- rollout
+
+
+@dataclass
+class Record:
+    """Some videos of an iteration, as training needs them, on the CPU."""
+
+    videos: range  # positions among all of the iteration's prompts_per_iteration x group_size videos
+    condition: torch.Tensor | None  # b c f|1 h w
+    text: torch.Tensor  # b n d
+    negative_text: torch.Tensor  # b n d
+    transitions: list  # one rollout.Transition a step of the window
+    rewards: dict  # name -> b
+
+
+def now():
+    """Seconds, with the GPU's queue empty."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def roll_out(iteration, window, seconds):
+    """This rank's share of an iteration's videos, scored -> list of Record. Adds to seconds["roll" | "decode" | "reward"]."""
+    prompt_indices = group_indices(len(train_prompts.prompts), prompts_per_iteration, iteration, seed)
+    records = []
+    starts = range(rank * videos_each, (rank + 1) * videos_each, rollout_batch)
+    for start in tqdm(starts, desc="rollout", leave=False, disable=None if is_main else True):
+        videos = range(start, start + rollout_batch)
+        prompt_of = [prompt_indices[n // group_size] for n in videos]
+        started = now()
+        condition, text, negative_text = conditions(train_prompts, prompt_of)
+        # a video's noise, the first and each step's, comes from one generator of its own
+        generators = [rollout.seeded("cpu", seed, iteration, n) for n in videos]
+        noise = torch.stack([torch.randn(latent_shape, generator=g) for g in generators]).to(device)
+        latents, transitions = rollout.sample(wan, noise, condition, text, negative_text, sigmas, **guidance, law=law,
+                                              noise_level=noise_level, window=window, generators=generators)  # fmt: skip
+        if wan.kind == "ti2v" and not torch.equal(latents[:, :, :1], condition):
+            raise RuntimeError("the given frame changed in the rollout")
+        rolled = now()
+        pixels = decode(latents)
+        decoded = now()
+        with fsdp.all_ranks_agree():
+            scores = reward.score(train_rewards, pixels, [train_prompts.prompts[i] for i in prompt_of],
+                                  [train_prompts.metadata[i] for i in prompt_of])  # fmt: skip
+        for name, spent in dict(roll=rolled - started, decode=decoded - rolled, reward=now() - decoded).items():
+            seconds[name] = seconds.get(name, 0.0) + spent
+        on_cpu = [x.cpu() if x is not None else None for x in (condition, text, negative_text)]
+        records.append(Record(videos, *on_cpu, transitions, scores))
+    return records
+
+
+def from_all_ranks(records, name):
+    """A reward of all the iteration's videos, in order, on every rank -> float64 prompts x members."""
+    everywhere = torch.zeros(prompts_per_iteration * group_size, dtype=torch.float64)
+    for record in records:
+        everywhere[record.videos.start : record.videos.stop] = record.rewards[name].double()
+    return torch.tensor(fsdp.reduce_sum(everywhere.tolist()), dtype=torch.float64)
+
+
+# ----------------------------------------------------------------------------- the policy's loss
+
+
+def score(policy, record, transition):
+    """Mean b c f h w, std and log-prob b of a stored transition under a policy: the function that drew it, again."""
+    to = lambda x: x.to(device) if x is not None else None  # noqa: E731
+    condition, latents, k = to(record.condition), to(transition.latents), transition.step
+    v = rollout.guided_velocity(policy, latents, sigmas[k].expand(len(latents)), condition, to(record.text),
+                                to(record.negative_text), **guidance)  # fmt: skip
+    grid = sigmas.tolist()
+    mean, std = rollout.transition(law, latents, v, grid[k], grid[k + 1], grid[1], noise_level)
+    gen_mask = wan_model.generated_mask(policy, latents, condition)
+    return mean, std, rollout.log_prob(law, to(transition.next_latents), mean, std, gen_mask), gen_mask
+
+
+def clipped_loss(record, transition, advantages, with_reference):
+    """Loss b of one step of some videos, and what to log of it.
+
+    ratio = exp(log_prob - old_log_prob); loss = max(-A ratio, -A clip(ratio)) + kl_beta KL, with
+    KL = mean (mean_theta - mean_reference)^2 / (2 std^2) over generated positions, exact between equal-variance Gaussians.
+    """
+    if with_reference:
+        with torch.no_grad(), wan_model.adapters_off(wan) if lora_rank else nullcontext():
+            reference_mean = score(reference, record, transition)[0]
+    mean, std, log_prob, gen_mask = score(wan, record, transition)
+    difference, weight = log_prob - transition.log_prob.to(device), 1.0
+    if ratio_norm:  # GRPO-Guard: ratios centred at 1 and of one scale at all steps, gradients weighed by 1 / -dt
+        moved = rollout.masked_mean((mean - transition.mean.to(device)).square(), gen_mask)
+        difference = (difference + moved / (2 * std**2)) * std
+        weight = 1 / (sigmas[transition.step] - sigmas[transition.step + 1]).item()
+    ratio = difference.exp()  # b
+    loss = weight * torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+    logged = dict(ratio=ratio.mean().item(), clip_fraction=((ratio - 1).abs() > clip_range).float().mean().item())
+    if with_reference:
+        kl = rollout.masked_mean((mean - reference_mean).square(), gen_mask) / (2 * std**2)
+        loss = loss + kl_beta * kl
+        logged["kl"] = kl.mean().item()
+    return loss, logged
+
+
+def check_first_ratio(records):
+    """The policy that drew a rollout and the one about to be trained must be the same: drift of the ratio a step."""
+    drift = {t.step: (score(wan, records[0], t)[2] - t.log_prob.to(device)).abs().max().item() for t in records[0].transitions}
+    drift = dict(zip(drift, fsdp.reduce_max(list(drift.values())), strict=True))
+    say("self-check ratio of the first update: 1 +- " + ", ".join(f"{d:.1e} (step {k})" for k, d in drift.items())
+        + f"; clip_range {clip_range:g}")  # fmt: skip
+    if max(drift.values()) > clip_range:
+        raise UserError(f"the trainer's log-probs differ from the sampler's by {max(drift.values()):.1e}, more than clip_range="
+                        f"{clip_range:g}: set recompute_log_prob=True, or dtype=float32")  # fmt: skip
+
+
+def check_reference(record):
+    """With adapters off the model is the reference: the same output while B = 0, another one after."""
+    with torch.no_grad():
+        mean = score(wan, record, record.transitions[0])[0]
+        with wan_model.adapters_off(wan):
+            difference = (score(wan, record, record.transitions[0])[0] - mean).abs().max().item()
+    difference = fsdp.reduce_max([difference])[0]
+    trained_before = start_iteration > 0 or bool(init_lora)
+    say(f"self-check adapters off against on: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
+    if (difference > 0) != trained_before:
+        raise UserError("switching the adapters off does not give the reference: is init_lora an adapter of this model?")
+
+
+# ----------------------------------------------------------------------------- evaluate, save
+
+
+@torch.no_grad()
+def evaluate(iteration):
+    """Held-out prompts by the ODE sampler, always the same noise, with the averaged weights: mean and standard error."""
+    started, count = time.time(), min(num_eval_prompts, len(eval_prompts.prompts))
+    mine, counts = share_out(count, rank, world_size)
+    sums = {name: [0.0, 0.0] for name in held_out_rewards}
+    with ema.swapped_in() if ema else nullcontext():
+        for start in range(0, len(mine), rollout_batch):
+            chosen = mine[start : start + rollout_batch]
+            condition, text, negative_text = conditions(eval_prompts, chosen)
+            noise = torch.stack([rollout.randn(latent_shape, seed, EVALUATION, i) for i in chosen]).to(device)
+            latents, _ = rollout.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance,
+                                        progress="evaluation" if is_main else None)  # fmt: skip
+            pixels = decode(latents)
+            with fsdp.all_ranks_agree():
+                scores = reward.score(held_out_rewards, pixels, [eval_prompts.prompts[i] for i in chosen],
+                                      [eval_prompts.metadata[i] for i in chosen])  # fmt: skip
+            weight = torch.tensor(counts[start : start + rollout_batch], dtype=torch.float64)
+            for name, values in scores.items():
+                sums[name][0] += (values.double() * weight).sum().item()
+                sums[name][1] += (values.double().square() * weight).sum().item()
+            for i, frames, counted in zip(chosen, pixels, weight, strict=True):
+                if counted and i < num_eval_videos:
+                    write_video(iteration, i, (frames * 255).byte().permute(0, 2, 3, 1).cpu().numpy())
+    row, errors = {}, {}
+    for name, (total, squares) in sums.items():
+        total, squares = fsdp.reduce_sum([total, squares])
+        row[f"eval/{name}"] = total / count
+        errors[name] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0) / max(count - 1, 1))
+    say(f"eval {iteration:03d}/{max_iterations} | "
+        + " | ".join(f"{name} {row[f'eval/{name}']:.4f} +- {error:.4f}" for name, error in errors.items())
+        + f" | {count} held-out prompts, {time.time() - started:.1f} s")  # fmt: skip
+    if is_main:
+        metrics.write({"step": iteration, **row, **{f"eval_error/{name}": error for name, error in errors.items()}})
+        draw_curves(out_dir)
+
+
+def write_video(iteration, i, frames):
+    """samples/step_000020_<i>.mp4 and .png: before training left (above), now right (below). frames f h w 3 uint8."""
+    folder = os.path.join(out_dir, "samples")
+    os.makedirs(folder, exist_ok=True)
+    before_path, path = os.path.join(folder, f"before_{i}.npy"), os.path.join(folder, f"step_{iteration:06d}_{i}")
+    if iteration == 0 or not os.path.exists(before_path):
+        np.save(before_path, frames, allow_pickle=False)
+    before = np.load(before_path, allow_pickle=False)
+    video.write_mp4(f"{path}.mp4", np.concatenate([before, frames], axis=2), fps)
+    video.contact_sheet(f"{path}.png", [("given", frames[:1]), ("before", before), (f"iteration {iteration}", frames)])
+
+
+def save(iteration):
+    """A checkpoint to resume from and, with LoRA, the (averaged) adapters for other tools."""
+    state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=config)
+    fsdp.save_checkpoint(out_dir, iteration, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
+    if lora_rank:
+        whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
+        if is_main:
+            wan_model.export_lora(os.path.join(out_dir, "lora"), whole, lora_rank, lora_alpha, lora_targets)
+
+
+# ----------------------------------------------------------------------------- the loop
+reference = replace(wan, experts=frozen) if frozen else wan  # with LoRA: the policy itself, adapters off
+bad_steps = 0
+if start_iteration == 0:
+    evaluate(0)
+
+for iteration in range(start_iteration, max_iterations):
+    # 1. roll out and score: an SDE inside the window, the flow's ODE outside
+    seconds = {}
+    window = rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
+    records = roll_out(iteration, window, seconds)
+    started = now()
+    if recompute_log_prob:
+        with torch.no_grad():
+            for record in records:
+                for t in record.transitions:
+                    t.mean, _, t.log_prob, _ = (x.cpu() if torch.is_tensor(x) else x for x in score(wan, record, t))
+    if iteration == start_iteration:
+        check_first_ratio(records)
+        if lora_rank:
+            check_reference(records[0])
+
+    # 2. advantages: how much better a video is than the others of its prompt
+    each = {name: from_all_ranks(records, name) for name in train_rewards}  # name -> prompts x members, flat
+    total = reward.mix(each, weights)
+    groups = [n // group_size for n in range(len(total))]
+    advantages, zero_std_groups = reward.group_advantages(total, groups, global_std, advantage_clip)
+
+    # 3. train on (videos, step) pairs, in an order that all ranks share: the experts must agree
+    pairs = [(record, t) for record in records for t in record.transitions]
+    logged = {"ratio": [], "clip_fraction": [], "kl": [], "grad_norm": [], "loss": []}
+    for group in optimizer.param_groups:
+        group["lr"] = lr * min(1.0, (iteration + 1) / max(1, warmup_iterations))
+    for epoch in range(num_inner_epochs):
+        order = torch.randperm(len(pairs), generator=rollout.seeded("cpu", seed, iteration, epoch, 0)).tolist()
+        for minibatch in np.array_split(order, num_minibatches):
+            for n in minibatch:
+                record, t = pairs[n]
+                advantage = advantages[record.videos.start : record.videos.stop].to(device, torch.float32)  # b
+                with_reference = kl_beta > 0 or (lora_rank > 0 and n == 0)  # measured once an iteration at no weight
+                loss, numbers = clipped_loss(record, t, advantage, with_reference)
+                (loss.mean() / len(minibatch)).backward()
+                for name, value in {**numbers, "loss": loss.mean().item()}.items():
+                    logged[name].append(value)
+            grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
+            finite = math.isfinite(fsdp.reduce_sum([grad_norm + sum(logged["loss"])])[0])  # the same on all ranks
+            if finite:
+                optimizer.step()
+                logged["grad_norm"].append(grad_norm)
+            optimizer.zero_grad(set_to_none=True)
+            skipped_steps, bad_steps = skipped_steps + (not finite), 0 if finite else bad_steps + 1
+            if bad_steps >= max_bad_steps:
+                raise UserError(f"{bad_steps} non-finite steps in a row in iteration {iteration}: lower lr or noise_level")
+    if ema and (iteration + 1) % ema_interval == 0:
+        ema.update()
+
+    # 4. log, evaluate, save
+    done, seconds["train"] = iteration + 1, now() - started
+    means = {name: float(np.mean(values)) for name, values in logged.items() if values}
+    stops, *values = fsdp.reduce_sum([float(bool(stop_requested)), *means.values()])
+    means = {name: value / world_size for name, value in zip(means, values, strict=True)}
+    row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
+               zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
+               skipped_steps=skipped_steps, **{f"seconds/{name}": value for name, value in seconds.items()})  # fmt: skip
+    row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}
+    line = (f"step {done:03d}/{max_iterations} | reward {row['reward']:.3f} +- {row['reward_std']:.3f} | ratio {row['ratio']:.4f}"
+            f" | clip {row['clip_fraction']:.2f}" + (f" | kl {row['kl']:.1e}" if "kl" in row else "")
+            + f" | gnorm {row.get('grad_norm', math.nan):.2f} | " + " ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))  # fmt: skip
+    if device.type == "cuda":
+        row["gb"] = torch.cuda.max_memory_allocated() / 2**30
+        line += f" | {row['gb']:.1f} GiB"
+    say(line)
+    if is_main:
+        metrics.write(row)
+    if stops or done == max_iterations or (save_interval and done % save_interval == 0):
+        save(done)
+    if stops:
+        say("stopping: SIGTERM; the same command resumes")
+        break
+    if done == max_iterations or (eval_interval and done % eval_interval == 0):
+        evaluate(done)
+else:
+    if not lora_rank:
+        whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
+        if is_main:
+            wan_model.export_model(os.path.join(out_dir, "model"), wan, whole)
+            say(f"exported   {out_dir}/model, a complete diffusers folder")
+fsdp.cleanup()
