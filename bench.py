@@ -65,7 +65,7 @@ def synchronize():
 
 
 def measure(plain):
-    """-> (seconds of each timed step, peak GB, seconds of the first step)."""
+    """-> (seconds of each timed step, peak GiB, seconds of the first step)."""
     for expert in wan.expert_names:
         transformer = wan_model.load_transformer(wan, expert, device, wan.dtype if lora_rank else torch.float32)
         if lora_rank:
@@ -104,7 +104,7 @@ def measure(plain):
         if rank == 0:
             name = "baseline" if plain else "nanowan"
             print(f"  {name} step {step} {expert}: loss {loss.item():.3f}, {seconds[-1]:.2f} s", flush=True)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else float("nan")
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
     wan.experts.clear()
     return seconds[-steps:], peak, seconds[0]
 
@@ -122,8 +122,8 @@ if rank == 0:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{model}, {tokens:,} tokens, batch {batch_size} a GPU, {method}, {world_size} x {name}, "
           f"torch {torch.__version__}")  # fmt: skip
-    print(f"{'':48s} s/step     MFU  peak GB  first step")
+    print(f"{'':48s} s/step     MFU  peak GiB  first step")
     for name, seconds, peak, first in rows:
         median = statistics.median(seconds)
-        print(f"{name:48s} {median:6.2f}  {flops / median / (peak_tflops * 1e12):6.1%}  {peak:7.1f}  {first:7.1f} s")
+        print(f"{name:48s} {median:6.2f}  {flops / median / (peak_tflops * 1e12):6.1%}  {peak:8.1f}  {first:7.1f} s")
 fsdp.cleanup()

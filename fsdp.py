@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import warnings
 from contextlib import contextmanager
 from datetime import timedelta
@@ -109,6 +110,35 @@ def all_ranks_agree():
             raise SystemExit(1)  # rank 0 says it
     if message:
         raise UserError(message)
+
+
+class Stop:
+    """SIGTERM asks a run to stop: it finishes what must not be torn, saves and leaves; an evaluation ends at once.
+
+    torchrun passes SIGTERM on to all ranks, but also sends it to the others when one fails.
+    """
+
+    def __init__(self):
+        self.requested = self.at_once = False
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, *_):
+        self.requested = True
+        if self.at_once:
+            raise SystemExit(int(dist.is_initialized()))  # torchrun ends the other ranks only where one fails
+
+    def anywhere(self):
+        """Whether any rank has been asked. Collective."""
+        return bool(reduce_max([float(self.requested)])[0])
+
+    @contextmanager
+    def leaves_at_once(self):
+        """For an evaluation, on which nothing depends and which may take longer than a scheduler waits."""
+        self.at_once = True
+        if self.requested:
+            self._handle()
+        yield
+        self.at_once = False
 
 
 # ----------------------------------------------------------------------------- sharding

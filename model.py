@@ -220,10 +220,10 @@ def step_flops(config, tokens, lora, text_tokens=512):
 
 
 def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, lora_targets, checkpointing):
-    """Rough GB a GPU of a training step, before anything is loaded -> {"weights", "state", "activations"}.
+    """Rough GiB a GPU of a training step, before anything is loaded -> {"weights", "state", "activations"}.
 
     tokens: of one micro-batch. Activations: bytes a token, layer and unit of width, measured on an H200 in bf16
-    (none 52, full 3, selective 6.4), twice that in float32.
+    (none 52, full 3.8, selective 6.9), twice that in float32.
     """
     dim, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
     parameters = count_parameters(config)
@@ -233,11 +233,11 @@ def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, l
         sizes = {"to_q": 4 * dim, "to_k": 4 * dim, "to_v": 4 * dim, "to_out.0": 4 * dim,  # two attentions, in + out
                  "ffn.net.0.proj": dim + config["ffn_dim"], "ffn.net.2": dim + config["ffn_dim"]}  # fmt: skip
         trainable = layers * lora_rank * sum(sizes.get(target.strip(), 0) for target in lora_targets.split(","))
-    activations = dict(none=52, full=3, selective=6.4)[checkpointing] * tokens * layers * dim * (dtype.itemsize / 2)
+    activations = dict(none=52, full=3.8, selective=6.9)[checkpointing] * tokens * layers * dim * (dtype.itemsize / 2)
     return {
-        "weights": num_experts * parameters * bytes_each / num_shards / 1e9,
-        "state": num_experts * trainable * 12 / num_shards / 1e9,  # gradient and AdamW's two moments
-        "activations": activations / 1e9,
+        "weights": num_experts * parameters * bytes_each / num_shards / 2**30,
+        "state": num_experts * trainable * 12 / num_shards / 2**30,  # gradient and AdamW's two moments
+        "activations": activations / 2**30,
     }
 
 

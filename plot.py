@@ -21,7 +21,12 @@ class MetricsLog:
     def __init__(self, out_dir, start_step=0):
         self.path = Path(out_dir, "metrics.jsonl")
         kept = [row for row in read_metrics(self.path) if row["step"] <= start_step] if self.path.exists() else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept if start_step))
+        self.kept = kept if start_step else []
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in self.kept))
+
+    def holds(self, step, prefix):
+        """Whether the log that a run resumes with has a key with this prefix at a step."""
+        return any(row["step"] == step and any(key.startswith(prefix) for key in row) for row in self.kept)
 
     def write(self, row):
         with open(self.path, "a") as file:

@@ -114,14 +114,14 @@ def hash_tokenizer(prompts, **options):
 def clip_pixels(frames):
     """n 3 h w in 0..1 -> n 3 224 224 as CLIPImageProcessor gives it: 8 bits, shorter side to 224, bicubic, centre.
 
-    In torch, because the frames are on the GPU; within two levels in 255 of Pillow, which rounds between its passes.
+    In torch, because the frames are on the GPU; equal to Pillow but for a level or two of 255 here and there.
     """
     height, width = frames.shape[-2:]
     short = min(height, width)
     frames = (frames.float().clamp(0, 1) * 255).round()
     size = (CLIP_SIZE * height // short, CLIP_SIZE * width // short)
-    if size != (height, width):
-        frames = F.interpolate(frames, size, mode="bicubic", antialias=True).round().clamp(0, 255)
+    for shape in ((height, size[1]), size):  # across, then down, each rounded and clipped, as Pillow does it
+        frames = F.interpolate(frames, shape, mode="bicubic", antialias=True).round().clamp(0, 255)
     top, left = (size[0] - CLIP_SIZE) // 2, (size[1] - CLIP_SIZE) // 2
     frames = frames[..., top : top + CLIP_SIZE, left : left + CLIP_SIZE] / 255
     mean, std = (torch.tensor(values, device=frames.device)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
@@ -262,7 +262,7 @@ def load_rewards(spec, device="cpu", pickscore_model="yuvalkirstain/PickScore_v1
 def score(rewards, videos, prompts, metadata):
     """{name: reward}, videos b f 3 h w in 0..1 -> {name: b float32 on the CPU}. Raises UserError for a NaN or shape."""
     if videos.ndim != 5 or videos.shape[2] != 3 or not len(videos) == len(prompts) == len(metadata):
-        raise ValueError(f"videos {tuple(videos.shape)}, {len(prompts)} prompts, {len(metadata)} metadata: want b f 3 h w")
+        raise ValueError(f"videos {tuple(videos.shape)}, {len(prompts)} prompts, {len(metadata)} metadata")
     scores = {}
     for name, reward in rewards.items():
         values = torch.as_tensor(reward(videos, prompts, metadata)).detach().float().cpu()

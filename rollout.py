@@ -90,8 +90,8 @@ LAWS = ("flow", "dance", "cps")
 def transition(law, latents, velocity, sigma, sigma_next, sigma_1, noise_level):
     """The Gaussian that a stochastic step draws the next latents from -> mean b c f h w, std (a float), float32.
 
-    A flow dx = v dsigma has the same marginals as a reverse SDE with any diffusion coefficient g; with dt = sigma_next -
-    sigma < 0, its Euler-Maruyama step is
+    A flow dx = v dsigma has the same marginals as a reverse SDE with any diffusion coefficient g; with
+    dt = sigma_next - sigma < 0, its Euler-Maruyama step is
         mean = x (1 + g^2 dt / (2 sigma)) + v (1 + g^2 (1 - sigma) / (2 sigma)) dt,   std = g sqrt(-dt)
     "flow"   g = noise_level sqrt(sigma / (1 - sigma)); sigma_1, the grid's second value, stands in the denominator for
              sigma = 1, where g would be infinite (Flow-GRPO, arXiv 2505.05470, eq. 9)
@@ -150,6 +150,18 @@ class Transition:
     next_latents: torch.Tensor  # x', b c f h w
     mean: torch.Tensor  # under the policy that drew it, b c f h w
     log_prob: torch.Tensor  # of x' under that policy, b
+
+
+@dataclass
+class Record:
+    """Some videos of an iteration, as training needs them, on the CPU."""
+
+    videos: range  # positions among all of the iteration's prompts_per_iteration x group_size videos
+    condition: torch.Tensor | None  # b c f|1 h w
+    text: torch.Tensor  # b n d
+    negative_text: torch.Tensor  # b n d
+    transitions: list  # one Transition a step of the window
+    rewards: dict  # name -> b
 
 
 # ----------------------------------------------------------------------------- sampling

@@ -11,16 +11,15 @@ One iteration (Flow-GRPO, arXiv 2505.05470):
     2. score       every video with a reward; its advantage is how much better it is than its own group
     3. train       for each video and step of the window: how much more probable is that step under the policy now?
                    ratio = exp(log_prob - old_log_prob), loss = max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))
-Trained are LoRA adapters (or all weights with lora_rank=0); with adapters off the model is the reference. Every draw is a
-function of (seed, iteration, prompt, member): neither the number of GPUs nor an interruption changes a run.
+Trained are LoRA adapters (or all weights with lora_rank=0); with adapters off the model is the reference. Every draw
+is a function of (seed, iteration, video): neither the number of GPUs nor an interruption changes a run.
 """
 
 import math
 import os
-import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,12 +30,11 @@ import fsdp
 import model as wan_model
 import reward
 import rollout
-import video
+import validate
 from configurator import UserError, configure, save_config
 from data import check_sizes
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
-from validate import share_out
 
 # ----------------------------------------------------------------------------- settings
 # model and output
@@ -54,14 +52,14 @@ max_text_tokens = 16  # tokens; 512 for the released models
 negative_prompt = ""  # unconditional text of classifier-free guidance
 # rewards
 rewards = "ball:1.0"  # name:weight, comma-separated: what is trained (reward.py lists the names)
-eval_rewards = "smoothness:1.0"  # logged on held-out prompts, never trained: they show reward hacking
+eval_rewards = "ball_success:1.0,smoothness:1.0"  # logged on held-out prompts, never trained: they show reward hacking
 pickscore_model = "yuvalkirstain/PickScore_v1"  # folder or hub id; "random": full size, random weights
 pickscore_frames = 4  # frames scored a video, evenly spaced, the given one left out
 reward_timeout = 60.0  # seconds an http reward may take
 # rollout
 prompts_per_iteration = 12  # groups
 group_size = 12  # videos a prompt
-rollout_batch = 12  # videos at a time, in rollout and in training
+rollout_batch = 72  # videos at a time, in rollout and in training
 num_steps = 10  # of the sampler
 shift = 5.0  # of the noise levels
 law = "flow"  # "flow" | "dance" | "cps": the stochastic step
@@ -72,12 +70,12 @@ guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guid
 guidance_scale_2 = 1.0  # of the low-noise expert; 0: not set (an error for two experts)
 cfg_batched = False  # both passes of guidance as one batch
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
-decode_batch = 12  # videos decoded at a time
+decode_batch = 72  # videos decoded at a time
 # optimisation
 lora_rank = 16  # 0: full fine-tuning
 lora_alpha = 32.0  # scale alpha / rank
 lora_targets = "to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2"  # linears by the end of their names
-max_iterations = 60  # rollouts
+max_iterations = 120  # rollouts
 num_inner_epochs = 1  # passes over a rollout
 num_minibatches = 1  # optimizer steps a pass
 lr = 1e-3  # of AdamW, constant after warmup
@@ -90,13 +88,13 @@ global_std = False  # advantages by the std of all rewards instead of the group'
 kl_beta = 0.0  # weight of the KL to the reference
 ratio_norm = False  # GRPO-Guard's normalised ratio and step weights (arXiv 2510.22319)
 recompute_log_prob = False  # score the old policy with the trainer instead of keeping the sampler's numbers
-ema_decay = 0.9  # of the trained parameters, used for evaluation and export; 0: off
-ema_interval = 4  # iterations between its updates
+ema_decay = 0.7  # of the trained parameters, used for evaluation and export; 0: off
+ema_interval = 1  # iterations between its updates
 max_bad_steps = 5  # non-finite steps in a row that end the run
 seed = 0  # of every draw
 # evaluation
-eval_interval = 10  # iterations; 0: only at the end
-num_eval_prompts = 24  # held-out prompts, one video each, always the same noise
+eval_interval = 20  # iterations; 0: only at the end
+num_eval_samples = 96  # held-out videos, the prompts in turn, always the same noise
 num_eval_videos = 4  # of these written, before and after side by side
 num_eval_steps = 20  # of the ODE sampler
 fps = 8  # frames a second of the videos written
@@ -110,9 +108,8 @@ dp_replicate = 1  # whole copies of the model
 save_interval = 20  # iterations between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 config = configure(globals())
-EVALUATION = 2**31  # keeps its noise apart from the iterations' in rollout.seeded
 MAY_CHANGE = {  # settings that a resumed run may change
-    "out_dir", "resume", "max_iterations", "eval_interval", "eval_data_jsonl", "eval_rewards", "num_eval_prompts",
+    "out_dir", "resume", "max_iterations", "eval_interval", "eval_data_jsonl", "eval_rewards", "num_eval_samples",
     "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing", "compile_blocks", "dp_replicate",
     "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
 }  # fmt: skip
@@ -120,8 +117,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
 # ----------------------------------------------------------------------------- checks, before any weight is loaded
 rank, world_size, device = fsdp.init(device)
 is_main = rank == 0
-stop_requested = []
-signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))  # finish the iteration, save, leave
+stop = fsdp.Stop()
 lora_alpha = lora_alpha or float(lora_rank)
 videos_each = prompts_per_iteration * group_size // world_size  # a rank's share of an iteration
 
@@ -135,9 +131,9 @@ with fsdp.all_ranks_agree():
     for name in ("dtype", "vae_dtype"):
         if config[name] not in ("float32", "bfloat16"):
             raise UserError(f"{name}={config[name]}: want float32 or bfloat16")
-    at_least = dict(group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1, num_minibatches=1,
-                    num_inner_epochs=1, decode_batch=1, num_eval_steps=1, max_iterations=1, ema_interval=1)  # fmt: skip
-    for name, low in at_least.items():
+    for name, low in dict(group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1,
+                          num_minibatches=1, num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2,
+                          max_iterations=1, ema_interval=1, max_bad_steps=1, lora_rank=0, seed=0).items():  # fmt: skip
         if config[name] < low:
             raise UserError(f"{name}={config[name]}: want at least {low}")
     if law not in rollout.LAWS:
@@ -146,16 +142,19 @@ with fsdp.all_ranks_agree():
         raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7")
     last = num_steps - (law == "cps")  # cps draws nothing in the last step
     if not (len(sde_window) == 2 and 0 <= sde_window[0] and sde_window[0] + num_sde_steps <= sde_window[1] <= last):
-        raise UserError(f"sde_window={sde_window}: want (lo, hi) with lo >= 0, hi <= {last}, {num_sde_steps} steps or more apart")
+        raise UserError(f"sde_window={sde_window}: want (lo, hi), lo >= 0, hi <= {last}, "
+                        f"at least num_sde_steps={num_sde_steps} apart")  # fmt: skip
     if prompts_per_iteration * group_size % (world_size * rollout_batch):
-        raise UserError(f"prompts_per_iteration x group_size = {prompts_per_iteration * group_size}: want a multiple of "
-                        f"{world_size} ranks x rollout_batch {rollout_batch}")  # fmt: skip
+        raise UserError(f"prompts_per_iteration x group_size = {prompts_per_iteration * group_size} videos: want a "
+                        f"multiple of {world_size} ranks x rollout_batch {rollout_batch}")  # fmt: skip
+    if ratio_norm and law == "cps":
+        raise UserError("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride)
     if "low" in wan.expert_names and not guidance_scale_2:
-        raise UserError("guidance_scale_2=0: a model with two experts wants the low-noise expert's guidance too, e.g. 3.5")
+        raise UserError("guidance_scale_2=0: two experts want the low-noise expert's guidance too, e.g. 3.5")
     guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2 or guidance_scale,
                     cfg_batched=cfg_batched)  # fmt: skip
     if (guidance_scale != 1 or guidance["guidance_scale_2"] != 1) and not negative_prompt:
@@ -173,28 +172,33 @@ sigmas = rollout.sigma_grid(num_steps, shift)
 eval_sigmas = rollout.sigma_grid(num_eval_steps, shift)
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])
 say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {wan_model.count_parameters(wan.config):,} parameters, "
-    f"boundary {wan.boundary_ratio}, guidance {guidance_scale:g} (high) {guidance['guidance_scale_2']:g} (low)")  # fmt: skip
+    f"boundary {wan.boundary_ratio}, guidance {guidance_scale:g} (high) "
+    f"{guidance['guidance_scale_2']:g} (low)")  # fmt: skip
 say(f"grid       {num_steps} steps, shift {shift:g}: " + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
-say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise level {noise_level:g} in {num_sde_steps} steps of "
-    f"{sde_window}, {wan_model.num_tokens(latent_shape):,} tokens a video, {videos_each} videos a rank")  # fmt: skip
+say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise level {noise_level:g} in "
+    f"{num_sde_steps} steps of {sde_window}, {wan_model.num_tokens(latent_shape):,} tokens a video, "
+    f"{videos_each} videos a rank")  # fmt: skip
 
 # ----------------------------------------------------------------------------- text, VAE, rewards
 tokenizer, text_encoder = encoders.load_text_encoder(model, device)
 distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
-text_of = dict(zip(distinct, encoders.encode_text(tokenizer, text_encoder, distinct, max_text_tokens).cpu(), strict=True))
+embeddings = encoders.encode_text(tokenizer, text_encoder, distinct, max_text_tokens).cpu()
+text_of = dict(zip(distinct, embeddings, strict=True))  # prompt -> n d
 del tokenizer, text_encoder
 vae = encoders.load_vae(model, device, getattr(torch, vae_dtype))
 with fsdp.all_ranks_agree():
     options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, timeout=reward_timeout)
-    train_rewards = reward.load_rewards(rewards, device, **options)
-    held_out_rewards = {**train_rewards, **(reward.load_rewards(eval_rewards, device, **options) if eval_rewards else {})}
+    more = reward.parse_rewards(eval_rewards, "eval_rewards") if eval_rewards else []
+    all_rewards = reward.load_rewards(dict(weights + more).items(), device, **options)  # name -> reward
+    train_rewards = {name: all_rewards[name] for name, _ in weights}
 
 
 def conditions(prompts, indices):
     """-> condition b c f|1 h w or None, text b n d, negative text b n d for prompts of a file, on the device."""
     condition = None
     if wan.kind != "t2v":
-        encoded = {i: encoders.encode_condition(vae, prompts.image(i)[None].to(device), num_frames, wan.kind) for i in set(indices)}
+        images = {i: prompts.image(i)[None].to(device) for i in set(indices)}
+        encoded = {i: encoders.encode_condition(vae, image, num_frames, wan.kind) for i, image in images.items()}
         condition = torch.cat([encoded[i] for i in indices])
     text = torch.stack([text_of[prompts.prompts[i]] for i in indices]).to(device)
     return condition, text, text_of[negative_prompt].to(device).expand_as(text)
@@ -238,25 +242,14 @@ if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(checkpoint)))
     start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
-say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors on {world_size} x {device.type}")
+say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors on "
+    f"{world_size} x {device.type}")  # fmt: skip
 with fsdp.all_ranks_agree():
     if is_main:
         save_config(out_dir, config)
         metrics = MetricsLog(out_dir, start_iteration)
 
 # ----------------------------------------------------------------------------- rollout
-
-
-@dataclass
-class Record:
-    """Some videos of an iteration, as training needs them, on the CPU."""
-
-    videos: range  # positions among all of the iteration's prompts_per_iteration x group_size videos
-    condition: torch.Tensor | None  # b c f|1 h w
-    text: torch.Tensor  # b n d
-    negative_text: torch.Tensor  # b n d
-    transitions: list  # one rollout.Transition a step of the window
-    rewards: dict  # name -> b
 
 
 def now():
@@ -267,11 +260,16 @@ def now():
 
 
 def roll_out(iteration, window, seconds):
-    """This rank's share of an iteration's videos, scored -> list of Record. Adds to seconds["roll" | "decode" | "reward"]."""
+    """This rank's share of an iteration's videos, scored -> list of rollout.Record, or None where SIGTERM came.
+
+    Adds to seconds["roll" | "decode" | "reward"].
+    """
     prompt_indices = group_indices(len(train_prompts.prompts), prompts_per_iteration, iteration, seed)
     records = []
     starts = range(rank * videos_each, (rank + 1) * videos_each, rollout_batch)
     for start in tqdm(starts, desc="rollout", leave=False, disable=None if is_main else True):
+        if stop.anywhere():
+            return None
         videos = range(start, start + rollout_batch)
         prompt_of = [prompt_indices[n // group_size] for n in videos]
         started = now()
@@ -279,8 +277,9 @@ def roll_out(iteration, window, seconds):
         # a video's noise, the first and each step's, comes from one generator of its own
         generators = [rollout.seeded("cpu", seed, iteration, n) for n in videos]
         noise = torch.stack([torch.randn(latent_shape, generator=g) for g in generators]).to(device)
-        latents, transitions = rollout.sample(wan, noise, condition, text, negative_text, sigmas, **guidance, law=law,
-                                              noise_level=noise_level, window=window, generators=generators)  # fmt: skip
+        latents, transitions = rollout.sample(wan, noise, condition, text, negative_text, sigmas, **guidance,
+                                              law=law, noise_level=noise_level, window=window,
+                                              generators=generators)  # fmt: skip
         if wan.kind == "ti2v" and not torch.equal(latents[:, :, :1], condition):
             raise RuntimeError("the given frame changed in the rollout")
         rolled = now()
@@ -292,7 +291,7 @@ def roll_out(iteration, window, seconds):
         for name, spent in dict(roll=rolled - started, decode=decoded - rolled, reward=now() - decoded).items():
             seconds[name] = seconds.get(name, 0.0) + spent
         on_cpu = [x.cpu() if x is not None else None for x in (condition, text, negative_text)]
-        records.append(Record(videos, *on_cpu, transitions, scores))
+        records.append(rollout.Record(videos, *on_cpu, transitions, scores))
     return records
 
 
@@ -323,7 +322,7 @@ def clipped_loss(record, transition, advantages, with_reference):
     """Loss b of one step of some videos, and what to log of it.
 
     ratio = exp(log_prob - old_log_prob); loss = max(-A ratio, -A clip(ratio)) + kl_beta KL, with
-    KL = mean (mean_theta - mean_reference)^2 / (2 std^2) over generated positions, exact between equal-variance Gaussians.
+    KL = mean (mean_theta - mean_reference)^2 / (2 std^2) over generated positions, exact as the variances are equal.
     """
     if with_reference:
         with torch.no_grad(), wan_model.adapters_off(wan) if lora_rank else nullcontext():
@@ -346,13 +345,16 @@ def clipped_loss(record, transition, advantages, with_reference):
 
 def check_first_ratio(records):
     """The policy that drew a rollout and the one about to be trained must be the same: drift of the ratio a step."""
-    drift = {t.step: (score(wan, records[0], t)[2] - t.log_prob.to(device)).abs().max().item() for t in records[0].transitions}
-    drift = dict(zip(drift, fsdp.reduce_max(list(drift.values())), strict=True))
-    say("self-check ratio of the first update: 1 +- " + ", ".join(f"{d:.1e} (step {k})" for k, d in drift.items())
+    record = records[0]
+    drift = [((score(wan, record, t)[2] - t.log_prob.to(device)).exp() - 1).abs().max().item()
+             for t in record.transitions]  # fmt: skip
+    drift = fsdp.reduce_max(drift)
+    say("self-check ratio of the first update: 1 +- "
+        + ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(drift, record.transitions, strict=True))
         + f"; clip_range {clip_range:g}")  # fmt: skip
-    if max(drift.values()) > clip_range:
-        raise UserError(f"the trainer's log-probs differ from the sampler's by {max(drift.values()):.1e}, more than clip_range="
-                        f"{clip_range:g}: set recompute_log_prob=True, or dtype=float32")  # fmt: skip
+    if max(drift) > clip_range:
+        raise UserError(f"before any update the trainer's ratios differ from 1 by {max(drift):.1e}, more than "
+                        f"clip_range={clip_range:g}: set recompute_log_prob=True, or dtype=float32")  # fmt: skip
 
 
 def check_reference(record):
@@ -365,59 +367,38 @@ def check_reference(record):
     trained_before = start_iteration > 0 or bool(init_lora)
     say(f"self-check adapters off against on: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
     if (difference > 0) != trained_before:
-        raise UserError("switching the adapters off does not give the reference: is init_lora an adapter of this model?")
+        raise UserError("switching the adapters off doesn't give the reference: is init_lora one of this model's?")
 
 
 # ----------------------------------------------------------------------------- evaluate, save
 
 
 @torch.no_grad()
+def generate(positions):
+    """Held-out videos b f 3 h w in 0..1 by the ODE sampler: the prompts in turn, a position's noise always the same."""
+    condition, text, negative_text = conditions(eval_prompts, [i % len(eval_prompts) for i in positions])
+    noise = torch.stack([rollout.randn(latent_shape, seed, validate.VALIDATION, i) for i in positions]).to(device)
+    return decode(rollout.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance)[0])
+
+
 def evaluate(iteration):
-    """Held-out prompts by the ODE sampler, always the same noise, with the averaged weights: mean and standard error."""
-    started, count = time.time(), min(num_eval_prompts, len(eval_prompts.prompts))
-    mine, counts = share_out(count, rank, world_size)
-    sums = {name: [0.0, 0.0] for name in held_out_rewards}
-    with ema.swapped_in() if ema else nullcontext():
-        for start in range(0, len(mine), rollout_batch):
-            chosen = mine[start : start + rollout_batch]
-            condition, text, negative_text = conditions(eval_prompts, chosen)
-            noise = torch.stack([rollout.randn(latent_shape, seed, EVALUATION, i) for i in chosen]).to(device)
-            latents, _ = rollout.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance,
-                                        progress="evaluation" if is_main else None)  # fmt: skip
-            pixels = decode(latents)
-            with fsdp.all_ranks_agree():
-                scores = reward.score(held_out_rewards, pixels, [eval_prompts.prompts[i] for i in chosen],
-                                      [eval_prompts.metadata[i] for i in chosen])  # fmt: skip
-            weight = torch.tensor(counts[start : start + rollout_batch], dtype=torch.float64)
-            for name, values in scores.items():
-                sums[name][0] += (values.double() * weight).sum().item()
-                sums[name][1] += (values.double().square() * weight).sum().item()
-            for i, frames, counted in zip(chosen, pixels, weight, strict=True):
-                if counted and i < num_eval_videos:
-                    write_video(iteration, i, (frames * 255).byte().permute(0, 2, 3, 1).cpu().numpy())
-    row, errors = {}, {}
-    for name, (total, squares) in sums.items():
-        total, squares = fsdp.reduce_sum([total, squares])
-        row[f"eval/{name}"] = total / count
-        errors[name] = math.sqrt(max(squares / count - (total / count) ** 2, 0.0) / max(count - 1, 1))
+    """Rewards of held-out videos with the averaged weights: mean and standard error; printed, logged, drawn."""
+    started = time.time()
+    with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
+        means, errors = validate.held_out_rewards(generate, all_rewards, eval_prompts, config, iteration, rank,
+                                                  world_size)  # fmt: skip
     say(f"eval {iteration:03d}/{max_iterations} | "
-        + " | ".join(f"{name} {row[f'eval/{name}']:.4f} +- {error:.4f}" for name, error in errors.items())
-        + f" | {count} held-out prompts, {time.time() - started:.1f} s")  # fmt: skip
+        + " | ".join(f"{name} {means[name]:.4f} +- {errors[name]:.4f}" for name in means)
+        + f" | {num_eval_samples} held-out videos, {time.time() - started:.1f} s")  # fmt: skip
     if is_main:
-        metrics.write({"step": iteration, **row, **{f"eval_error/{name}": error for name, error in errors.items()}})
+        metrics.write({"step": iteration, **{f"eval/{name}": mean for name, mean in means.items()},
+                       **{f"eval_error/{name}": error for name, error in errors.items()}})  # fmt: skip
         draw_curves(out_dir)
 
 
-def write_video(iteration, i, frames):
-    """samples/step_000020_<i>.mp4 and .png: before training left (above), now right (below). frames f h w 3 uint8."""
-    folder = os.path.join(out_dir, "samples")
-    os.makedirs(folder, exist_ok=True)
-    before_path, path = os.path.join(folder, f"before_{i}.npy"), os.path.join(folder, f"step_{iteration:06d}_{i}")
-    if iteration == 0 or not os.path.exists(before_path):
-        np.save(before_path, frames, allow_pickle=False)
-    before = np.load(before_path, allow_pickle=False)
-    video.write_mp4(f"{path}.mp4", np.concatenate([before, frames], axis=2), fps)
-    video.contact_sheet(f"{path}.png", [("given", frames[:1]), ("before", before), (f"iteration {iteration}", frames)])
+def due(interval, iteration):
+    """Whether something done every `interval` iterations (0: only at the end) comes after an iteration."""
+    return iteration == max_iterations or (interval > 0 and iteration % interval == 0)
 
 
 def save(iteration):
@@ -435,12 +416,19 @@ reference = replace(wan, experts=frozen) if frozen else wan  # with LoRA: the po
 bad_steps = 0
 if start_iteration == 0:
     evaluate(0)
+elif due(eval_interval, start_iteration):  # interrupted in it?
+    if not fsdp.reduce_max([float(is_main and metrics.holds(start_iteration, "eval/"))])[0]:
+        evaluate(start_iteration)
 
 for iteration in range(start_iteration, max_iterations):
     # 1. roll out and score: an SDE inside the window, the flow's ODE outside
     seconds = {}
     window = rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
     records = roll_out(iteration, window, seconds)
+    if records is None:
+        save(iteration)  # nothing has been trained on this iteration's videos yet
+        say("stopped: SIGTERM; the same command resumes")
+        break
     started = now()
     if recompute_log_prob:
         with torch.no_grad():
@@ -455,7 +443,7 @@ for iteration in range(start_iteration, max_iterations):
     # 2. advantages: how much better a video is than the others of its prompt
     each = {name: from_all_ranks(records, name) for name in train_rewards}  # name -> prompts x members, flat
     total = reward.mix(each, weights)
-    groups = [n // group_size for n in range(len(total))]
+    groups = torch.arange(len(total)) // group_size
     advantages, zero_std_groups = reward.group_advantages(total, groups, global_std, advantage_clip)
 
     # 3. train on (videos, step) pairs, in an order that all ranks share: the experts must agree
@@ -482,34 +470,33 @@ for iteration in range(start_iteration, max_iterations):
             optimizer.zero_grad(set_to_none=True)
             skipped_steps, bad_steps = skipped_steps + (not finite), 0 if finite else bad_steps + 1
             if bad_steps >= max_bad_steps:
-                raise UserError(f"{bad_steps} non-finite steps in a row in iteration {iteration}: lower lr or noise_level")
+                raise UserError(f"{bad_steps} non-finite steps in a row, now in iteration {iteration}: lower lr")
     if ema and (iteration + 1) % ema_interval == 0:
         ema.update()
 
     # 4. log, evaluate, save
     done, seconds["train"] = iteration + 1, now() - started
     means = {name: float(np.mean(values)) for name, values in logged.items() if values}
-    stops, *values = fsdp.reduce_sum([float(bool(stop_requested)), *means.values()])
-    means = {name: value / world_size for name, value in zip(means, values, strict=True)}
+    means = {name: total / world_size for name, total in zip(means, fsdp.reduce_sum(list(means.values())), strict=True)}
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
-               skipped_steps=skipped_steps, **{f"seconds/{name}": value for name, value in seconds.items()})  # fmt: skip
+               skipped_steps=skipped_steps)  # fmt: skip
+    row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
     row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}
-    line = (f"step {done:03d}/{max_iterations} | reward {row['reward']:.3f} +- {row['reward_std']:.3f} | ratio {row['ratio']:.4f}"
-            f" | clip {row['clip_fraction']:.2f}" + (f" | kl {row['kl']:.1e}" if "kl" in row else "")
-            + f" | gnorm {row.get('grad_norm', math.nan):.2f} | " + " ".join(f"{name} {s:.1f} s" for name, s in seconds.items()))  # fmt: skip
+    kl = f" | kl {row['kl']:.1e}" if "kl" in row else ""
+    line = (f"step {done:03d}/{max_iterations} | reward {row['reward']:.3f} +- {row['reward_std']:.3f}"
+            f" | ratio {row['ratio']:.4f} | clip {row['clip_fraction']:.2f}{kl}"
+            f" | gnorm {row.get('grad_norm', math.nan):.1e} | "
+            + " ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items()))  # fmt: skip
     if device.type == "cuda":
         row["gb"] = torch.cuda.max_memory_allocated() / 2**30
         line += f" | {row['gb']:.1f} GiB"
     say(line)
     if is_main:
         metrics.write(row)
-    if stops or done == max_iterations or (save_interval and done % save_interval == 0):
-        save(done)
-    if stops:
-        say("stopping: SIGTERM; the same command resumes")
-        break
-    if done == max_iterations or (eval_interval and done % eval_interval == 0):
+    if due(save_interval, done) or due(eval_interval, done):
+        save(done)  # before evaluating, which may take longer than a scheduler waits
+    if due(eval_interval, done):
         evaluate(done)
 else:
     if not lora_rank:

@@ -13,7 +13,6 @@ The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the R
 
 import math
 import os
-import signal
 import time
 from contextlib import nullcontext
 
@@ -107,8 +106,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
 # ----------------------------------------------------------------------------- checks, before any weight is loaded
 rank, world_size, device = fsdp.init(device)
 is_main = rank == 0
-stop_requested = []
-signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))  # finish the step, save, leave
+stop = fsdp.Stop()
 torch_dtype = dict(float32=torch.float32, bfloat16=torch.bfloat16).get(dtype)
 global_batch = batch_size * grad_accum * world_size
 lora_alpha = lora_alpha or float(lora_rank)
@@ -189,11 +187,11 @@ say(f"cost       {flops / 1e12:,.2f} TFLOP a step and rank without recomputation
 estimate = wan_model.estimate_memory(
     wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, torch_dtype, lora_rank,
     lora_targets, checkpointing)  # fmt: skip
-say(f"memory     about {sum(estimate.values()):.1f} GB a GPU: weights {estimate['weights']:.1f}, "
+say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU: weights {estimate['weights']:.1f}, "
     f"trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")  # fmt: skip
-have = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else math.inf
+have = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else math.inf
 if sum(estimate.values()) > have:
-    say(f"warning    this GPU has {have:.0f} GB: use checkpointing=selective or full, more GPUs, or a smaller clip")
+    say(f"warning    this GPU has {have:.0f} GiB: use checkpointing=selective or full, more GPUs, or a smaller clip")
 if dry_run:
     fsdp.cleanup()
     raise SystemExit(0)
@@ -289,7 +287,7 @@ def due(interval, step):
 def evaluate(step, videos):
     """Held-out loss and, with videos, whole clips by the two-expert sampler; printed, logged, drawn."""
     started = time.time()
-    with ema.swapped_in() if ema else nullcontext():
+    with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
         row = validate.held_out_loss(wan, cache, trained, config, rank, world_size, device)
         if videos and num_val_videos > 0:
             row |= validate.held_out_videos(wan, cache, demos, config, step, rank, world_size, device)
@@ -301,26 +299,15 @@ def evaluate(step, videos):
         draw_curves(out_dir)
 
 
-def save(step, evaluated):
-    """A checkpoint to resume from and, with LoRA, the adapters for other tools."""
-    state = dict(step=step, evaluated=evaluated, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box,
-                 global_batch=global_batch, world_size=world_size, config=config)  # fmt: skip
+def save(step):
+    """A checkpoint to resume from and, with LoRA, the adapters (their average with EMA) for other tools."""
+    state = dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
+                 world_size=world_size, config=config)  # fmt: skip
     fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
-        whole = whole_tensors()
+        adapters = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
         if is_main:
-            adapters = {expert: {wan_model.adapter_name(name): tensor for name, tensor in tensors.items()}
-                        for expert, tensors in whole.items()}  # fmt: skip
             wan_model.export_lora(os.path.join(out_dir, "lora"), adapters, lora_rank, lora_alpha, lora_targets)
-
-
-def whole_tensors():
-    """{expert: {name: whole cpu tensor}} of what was trained (its average with EMA) on rank 0. Collective."""
-    whole = {expert: {} for expert in trained}
-    for name, tensor in fsdp.gather(ema.shadow if ema else parameters).items():
-        expert, name = name.split(".", 1)
-        whole[expert][name] = tensor
-    return whole
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -330,8 +317,9 @@ batches = iter(loader)
 bad_steps = 0
 if start_step == 0 and eval_interval:
     evaluate(0, videos=False)
-elif start_step and not meta["evaluated"] and due(eval_interval, start_step):
-    evaluate(start_step, videos=True)
+elif start_step and due(eval_interval, start_step):  # interrupted in it?
+    if not fsdp.reduce_max([float(is_main and metrics.holds(start_step, "val_loss"))])[0]:
+        evaluate(start_step, videos=True)
 
 for step in range(start_step, max_steps):
     started = time.time()
@@ -360,7 +348,7 @@ for step in range(start_step, max_steps):
     grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
     step_loss = sum(sample_losses.values()) / len(sample_losses)
     step_loss, step_sigma, stops, loading = (
-        total / world_size for total in fsdp.reduce_sum([step_loss, step_sigma, float(bool(stop_requested)), loading])
+        total / world_size for total in fsdp.reduce_sum([step_loss, step_sigma, float(stop.requested), loading])
     )
     finite = math.isfinite(step_loss) and math.isfinite(grad_norm)  # the same on all ranks
     if finite:
@@ -388,21 +376,21 @@ for step in range(start_step, max_steps):
         line = (f"step {done:04d}/{max_steps} | {expert:6s} | loss {step_loss:.4f} | sigma {step_sigma:.2f}"
                 f" | gnorm {grad_norm:.2f} | lr {lr_at(step):.1e} | {ms:.0f} ms")  # fmt: skip
         if device.type == "cuda":
-            row |= dict(mfu=flops / (ms / 1000) / (peak_tflops * 1e12), gb=torch.cuda.max_memory_allocated() / 1e9)
-            line += f" | mfu {row['mfu']:.0%} | {row['gb']:.1f} GB"
+            row |= dict(mfu=flops / (ms / 1000) / (peak_tflops * 1e12), gib=torch.cuda.max_memory_allocated() / 2**30)
+            line += f" | mfu {row['mfu']:.0%} | {row['gib']:.1f} GiB"
         say(line)
         if is_main:
             metrics.write(row)
-    if not stops and due(eval_interval, done):
-        evaluate(done, videos=True)
-    if stops or due(save_interval, done):
-        save(done, evaluated=not stops)
+    if stops or due(save_interval, done) or due(eval_interval, done):
+        save(done)  # before evaluating, which may take longer than a scheduler waits
     if stops:
         say("stopped: SIGTERM; the same command resumes")
         break
+    if due(eval_interval, done):
+        evaluate(done, videos=True)
 else:
     if not lora_rank:
-        whole = whole_tensors()
+        whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
         if is_main:
             wan_model.export_model(os.path.join(out_dir, "model"), wan, whole)
             say(f"exported   {out_dir}/model, a complete diffusers folder")

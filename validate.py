@@ -1,4 +1,4 @@
-"""Held-out clips of a fine-tuned model: their loss at fixed noise, and whole videos next to what really happened.
+"""Held-out clips: their loss at fixed noise, whole videos next to what really happened, rewards of a policy's videos.
 
 All ranks run the same number of forwards (FSDP's all-gathers are collective): a rank without a clip of its own repeats
 one with weight 0. Noise and noise levels are fixed, so that numbers of different steps and runs compare.
@@ -15,6 +15,7 @@ import data as robot_data
 import encoders
 import fsdp
 import model as wan_model
+import reward
 import rollout
 import video
 
@@ -165,3 +166,52 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     if cache.box is not None:
         result["point_floor_mm"] = cache.floor_mm["mean"]
     return result
+
+
+# ----------------------------------------------------------------------------- reinforcement learning
+
+
+def held_out_rewards(generate, rewards, prompts, config, iteration, rank, world_size):
+    """Score num_eval_samples videos of held-out prompts -> ({name: mean}, {name: standard error of the mean}).
+
+    generate: positions -> videos b f 3 h w in 0..1, of the same noise each time; the first num_eval_videos are written.
+    Ranks share the positions out.
+    """
+    positions, weights = share_out(config["num_eval_samples"], rank, world_size)
+    size, sums = config["rollout_batch"], {name: np.zeros(2) for name in rewards}
+    starts = range(0, len(positions), size)
+    for start in tqdm(starts, desc="evaluation", leave=False, disable=None if rank == 0 else True):
+        chosen, weight = positions[start : start + size], np.array(weights[start : start + size])
+        videos = generate(chosen)
+        lines = [i % len(prompts) for i in chosen]
+        texts, metadata = [prompts.prompts[i] for i in lines], [prompts.metadata[i] for i in lines]
+        with fsdp.all_ranks_agree():
+            scores = reward.score(rewards, videos, texts, metadata)
+        for name, values in scores.items():
+            sums[name] += [(weight * values.double().numpy()).sum(), (weight * values.double().numpy() ** 2).sum()]
+        for i, frames, counts in zip(chosen, videos, weight, strict=True):
+            if counts and i < config["num_eval_videos"]:
+                write_before_and_after(config, iteration, i, video.to_uint8(2 * frames.transpose(0, 1) - 1))
+    means, errors, count = {}, {}, config["num_eval_samples"]
+    for name, (total, squares) in sums.items():
+        total, squares = fsdp.reduce_sum([total, squares])
+        means[name] = total / count
+        errors[name] = math.sqrt(max(squares / count - means[name] ** 2, 0.0) / (count - 1))
+    return means, errors
+
+
+def write_before_and_after(config, iteration, i, frames):
+    """samples/step_000020_<i>.mp4 (before training left, now right) and .png (given, before, now).
+
+    frames f h w 3 uint8; those of iteration 0 are kept as before_<i>.npy.
+    """
+    folder = os.path.join(config["out_dir"], "samples")
+    os.makedirs(folder, exist_ok=True)
+    before = os.path.join(folder, f"before_{i}.npy")
+    if iteration == 0:
+        np.save(before, frames, allow_pickle=False)
+    untrained = np.load(before, allow_pickle=False)
+    path = os.path.join(folder, f"step_{iteration:06d}_{i}")
+    video.write_mp4(f"{path}.mp4", np.concatenate([untrained, frames], axis=2), config["fps"])
+    rows = [("given", frames[:1]), ("before", untrained), (f"iteration {iteration}", frames)]
+    video.contact_sheet(f"{path}.png", rows)

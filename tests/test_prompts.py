@@ -31,7 +31,8 @@ def folder(tmp_path):
 
 def test_reads_lines_in_order(folder, monkeypatch):
     absolute = str(folder / "images/a.png")
-    path = write(folder, line("un été", "images/a.png", colour="red"), "", line("two", "images/b.jpg"), line("x", absolute))
+    first = line("un été", "images/a.png", colour="red")
+    path = write(folder, first, "", line("two", "images/b.jpg"), line("x", absolute))
     monkeypatch.chdir("/")  # image paths are relative to the file, not to where we are
     prompts = Prompts(path, 16, 32)
     assert prompts.prompts == ["un été", "two", "x"] and len(prompts) == 3 and prompts.needs_image

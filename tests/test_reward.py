@@ -1,0 +1,500 @@
+import io
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+import encoders
+import reward
+import task_rewards
+import tiny
+from configurator import UserError
+from geometry import normalise_points
+
+
+def noise(*shape, seed=0):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ----------------------------------------------------------------------------- specification, mix, score
+
+
+@pytest.mark.parametrize("spec, wanted", [
+    ("pickscore:1.0,smoothness:0.1", [("pickscore", 1.0), ("smoothness", 0.1)]),
+    ("ball", [("ball", 1.0)]),
+    (" jpeg:-2 , first_frame:1e-3", [("jpeg", -2.0), ("first_frame", 0.001)]),
+    ("http://host:8000:0.5", [("http://host:8000", 0.5)]),
+    ("http://host:8000", [("http://host:8000", 1.0)]),
+    ("https://host/path/score:1.0,ball:2", [("https://host/path/score", 1.0), ("ball", 2.0)]),
+    ("http://10.0.0.1:80/a:b:-.5", [("http://10.0.0.1:80/a:b", -0.5)]),
+])  # fmt: skip
+def test_parse(spec, wanted):
+    assert reward.parse_rewards(spec) == wanted
+
+
+@pytest.mark.parametrize("spec, message", [
+    ("pickscor:1.0", r"rewards=pickscor:1.0: got 'pickscor' \(did you mean pickscore\?\), want some of pickscore"),
+    ("", "got '', want some of pickscore, .*views, http://host:port/path"),
+    ("ball:1.0,", "got '', want"),
+    ("ball:x", "got weight 'x' of ball, want a number as in ball:1.0"),
+    ("ball:nan", "got weight 'nan'"),
+    ("ball:", "got weight ''"),
+    ("ball:1.0,ball:2.0", "got ball twice"),
+    ("http:1.0", "got 'http', want .*http://host:port/path"),
+])  # fmt: skip
+def test_parse_mistakes(spec, message):
+    with pytest.raises(UserError, match=message) as error:
+        reward.parse_rewards(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_load_score_and_mix():
+    videos = noise(3, 5, 3, 8, 8)
+    rewards = reward.load_rewards("smoothness:2.0,jpeg:-0.5", "cpu")
+    scores = reward.score(rewards, videos, ["a"] * 3, [{}] * 3)
+    assert list(scores) == ["smoothness", "jpeg"]
+    assert all(values.shape == (3,) and values.dtype == torch.float32 for values in scores.values())
+    total = reward.mix(scores, reward.parse_rewards("smoothness:2.0,jpeg:-0.5"))
+    assert torch.equal(total, 2 * scores["smoothness"] - 0.5 * scores["jpeg"])
+
+
+@pytest.mark.parametrize("values, message", [
+    (torch.tensor([0.0, float("nan"), 1.0]), "reward mine: got nan for 'two', want finite"),
+    (torch.tensor([float("inf"), 0.0, 1.0]), "reward mine: got inf for 'one'"),
+    (torch.zeros(3, 1), r"reward mine: got shape \(3, 1\), want \(3,\)"),
+    (torch.tensor(0.0), r"reward mine: got shape \(\), want \(3,\)"),
+])  # fmt: skip
+def test_a_bad_reward_is_named(values, message):
+    with pytest.raises(UserError, match=message):
+        reward.score({"mine": lambda *_: values}, noise(3, 2, 3, 4, 4), ["one", "two", "three"], [{}] * 3)
+
+
+def test_score_wants_frames_before_channels():
+    with pytest.raises(ValueError, match="videos"):
+        reward.score({}, noise(2, 3, 5, 4, 4), ["a", "b"], [{}, {}])
+
+
+# ----------------------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize("global_std", [False, True])
+def test_group_advantages(global_std):
+    rewards = torch.tensor([0.1, 5.0, 0.4, 3.0, 0.9, 4.5, 7.0, 7.0, 7.0])
+    groups = torch.tensor([4, 1, 4, 1, 4, 1, 2, 2, 2])  # not in order, not from 0
+    advantages, num_equal = reward.group_advantages(rewards, groups, global_std)
+    wanted = np.zeros(9)
+    for members in ([0, 2, 4], [1, 3, 5]):
+        values = rewards.double().numpy()[members]
+        std = np.std(rewards.double().numpy() if global_std else values)
+        wanted[members] = (values - values.mean()) / (std + 1e-4)
+    assert num_equal == 1 and advantages.dtype == torch.float32
+    assert np.allclose(advantages, wanted, atol=1e-6)
+    assert (advantages[6:] == 0).all()
+    assert all(abs(advantages[groups == group].sum()) < 1e-5 for group in (1, 2, 4))
+
+
+def test_advantages_are_clipped_and_equal_rewards_exactly_zero():
+    rewards = torch.zeros(100)
+    rewards[0] = 1  # (1 - 0.01) / 0.0995 = 9.9 standard deviations
+    advantages, _ = reward.group_advantages(rewards, torch.zeros(100, dtype=torch.long))
+    assert advantages[0] == 5
+    assert reward.group_advantages(rewards, torch.zeros(100, dtype=torch.long), clip=2.0)[0][0] == 2
+    equal = torch.full((6,), 0.1)  # whose mean is not 0.1 in float32
+    advantages, num_equal = reward.group_advantages(equal, torch.tensor([0, 0, 0, 1, 1, 1]), global_std=True)
+    assert num_equal == 2 and (advantages == 0).all()
+
+
+# ----------------------------------------------------------------------------- closed forms
+
+
+def test_smoothness():
+    fade = torch.linspace(0, 1, 6)[None, :, None, None, None].expand(1, 6, 3, 4, 4)
+    strobe = torch.tensor([0.0, 1.0] * 3)[None, :, None, None, None].expand(1, 6, 3, 4, 4)
+    random = noise(1, 6, 3, 4, 4)
+    got = reward.smoothness(torch.cat([fade, strobe, random]), None, None)
+    x = random[0].double().numpy()
+    wanted = -np.mean([(x[i + 1] - 2 * x[i] + x[i - 1]) ** 2 for i in range(1, 5)])
+    assert torch.allclose(got, torch.tensor([0, -4, wanted]).float(), atol=1e-6)
+    with pytest.raises(UserError, match="reward smoothness: got videos of 2 frames, want at least 3"):
+        reward.smoothness(noise(1, 2, 3, 4, 4), None, None)
+
+
+def test_first_frame():
+    videos = noise(2, 3, 3, 4, 4)
+    videos[1, 1] = videos[1, 0]  # continues the given frame; frame 2 may differ
+    got = reward.first_frame(videos, None, None)
+    wanted = -np.mean((videos[0, 1].double().numpy() - videos[0, 0].double().numpy()) ** 2)
+    assert got[0] == pytest.approx(wanted, rel=1e-5) and got[1] == 0
+
+
+def test_jpeg(tmp_path):
+    videos = torch.stack([noise(2, 3, 32, 48), torch.full((2, 3, 32, 48), 0.5)])
+    got = reward.jpeg(videos, None, None)
+    sizes = []
+    for index in range(2):
+        Image.fromarray((videos[0, index].permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)).save(
+            tmp_path / "frame.jpg", quality=95
+        )
+        sizes.append((tmp_path / "frame.jpg").stat().st_size)
+    assert got[0] == pytest.approx(-sum(sizes) / 2 / 1000, rel=1e-6) and got[0] < -2 < -0.9 < got[1] < 0
+
+
+# ----------------------------------------------------------------------------- the tiny world's ball
+
+
+@pytest.fixture(scope="module")
+def clips():
+    """96 true clips b 5 3 16 16, raw and through the VAE, with their metadata."""
+    vae, videos, metadata = tiny.make_vae(), [], []
+    for index in range(96):
+        colour, direction = tiny.PROMPTS[index % 24]
+        balls = tiny.ball_track(direction, 5, np.random.default_rng((5, index)))
+        rgb, _ = tiny.render(balls, colour, (-1, 1)[index // 24 % 2])
+        videos.append(F.avg_pool2d(torch.from_numpy(rgb).permute(0, 3, 1, 2).float() / 255, 2))
+        metadata.append({"colour": colour, "direction": direction})
+    raw = torch.stack(videos)
+    decoded = encoders.decode(vae, encoders.encode(vae, raw.transpose(1, 2) * 2 - 1)).transpose(1, 2) / 2 + 0.5
+    return {"raw": raw, "decoded": decoded}, metadata
+
+
+def ball(videos, metadata):
+    values = reward.score(reward.load_rewards("ball,ball_success"), videos, ["x"] * len(videos), metadata)
+    return values["ball"], values["ball_success"]
+
+
+@pytest.mark.parametrize("which", ["raw", "decoded"])
+def test_true_clips_score_high_and_wrong_ones_nothing(clips, which):
+    videos, metadata = clips[0][which], clips[1]
+    score, success = ball(videos, metadata)
+    assert score.min() >= 0.85 and score.mean() > 0.97 and score.max() <= 1 and success.all()
+    for key, values in (("direction", tiny.DIRECTIONS), ("colour", tiny.COLOURS)):
+        for value in values:
+            other = torch.tensor([entry[key] != value for entry in metadata])
+            score, success = ball(videos, [{**entry, key: value} for entry in metadata])
+            assert score[other].max() < 0.05 and not success[other].any()
+            assert score[~other].min() >= 0.85
+
+
+@pytest.mark.parametrize("which", ["raw", "decoded"])
+def test_ball_cannot_be_fooled(clips, which):
+    videos, metadata = clips[0][which], clips[1]
+    grey = torch.full_like(videos, 0.6)
+    red = torch.tensor([1.0, 0, 0])[:, None, None]
+    hacks = {
+        "still": videos[:, :1].expand_as(videos),
+        "vanishes": torch.cat([videos[:, :4], grey[:, 4:]], 1),
+        "vanishes at once": torch.cat([videos[:, :1], grey[:, 1:]], 1),
+        "never there": grey,
+        "black": torch.zeros_like(videos),
+        "fades": torch.cat([videos[:, :1], videos[:, 1:] * 0.25 + grey[:, 1:] * 0.75], 1),
+        "tints everything": torch.cat([videos[:, :1], videos[:, 1:] * 0.5 + red * 0.5], 1),
+        "noise": noise(*videos.shape),
+    }
+    for name, hack in hacks.items():
+        score, success = ball(hack, metadata)
+        assert score.max() < 0.05 and not success.any(), name
+    # What leaves its trail behind moves its centroid too; it must be far below a true clip.
+    saturation = videos.amax(2, keepdim=True) - videos.amin(2, keepdim=True)  # b f 1 h w
+    trail = [videos[:, 0]]
+    for frame in range(1, 5):
+        brightest = saturation[:, : frame + 1].argmax(1, keepdim=True).expand(-1, -1, 3, -1, -1)
+        trail.append(videos[:, : frame + 1].gather(1, brightest)[:, 0])
+    assert ball(torch.stack(trail, 1), metadata)[0].mean() < 0.3
+    ghost = torch.cat([videos[:, :1], (videos[:, 1:] + videos[:, :1]) / 2], 1)  # half here, half there
+    assert ball(ghost, metadata)[0].mean() < 0.65
+    late = torch.cat([videos[:, :1].expand(-1, 4, -1, -1, -1), videos[:, 4:]], 1)  # jumps in the last frame
+    assert ball(late, metadata)[0].max() < 0.45
+
+
+def test_ball_can_be_learned_from(clips):
+    """From standing still to the true clip, in latent space, the reward rises all the way; a little noise is free."""
+    videos, metadata = clips[0]["raw"], clips[1]
+    vae = tiny.make_vae()
+    moving = encoders.encode(vae, videos.transpose(1, 2) * 2 - 1)
+    still = encoders.encode(vae, videos[:, :1].expand_as(videos).transpose(1, 2) * 2 - 1)
+
+    def mean_score(latents):
+        return ball(encoders.decode(vae, latents).transpose(1, 2) / 2 + 0.5, metadata)[0].mean()
+
+    means = [mean_score(still + share * (moving - still)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    assert all(0.03 < after - before < 0.5 for before, after in zip(means, means[1:], strict=False))
+    grain = torch.randn(moving[:, :, 1:].shape, generator=torch.Generator().manual_seed(0))
+    noisy = [mean_score(torch.cat([moving[:, :, :1], moving[:, :, 1:] + std * grain], 2)) for std in (0.3, 0.5, 0.7)]
+    assert noisy[0] > 0.95 and noisy[1] > 0.8 and 0.1 < noisy[2] < noisy[1]
+
+
+def test_ball_in_closed_form():
+    """A hard square of pure red on grey: progress is the shift over the least path, quality 1."""
+    def square(columns):
+        video = torch.full((len(columns), 3, 32, 32), 0.5)
+        for frame, column in enumerate(columns):
+            video[frame, :, 12:20, column : column + 8] = torch.tensor([0.86, 0.16, 0.16])[:, None, None]
+        return video
+
+    right = {"colour": "red", "direction": "right"}
+    least = task_rewards.PATH * 32  # pixels a frame, 1.28
+    videos = torch.stack([square([4, 6, 8, 10]), square([4, 5, 6, 7]), square([4, 4, 4, 8]), square([8, 6, 4, 2])])
+    score, success = ball(videos, [right] * 4)
+    wanted = [1, 1 / least, 3 * least / (6 * least), 0]
+    assert torch.allclose(score, torch.tensor(wanted, dtype=torch.float32), atol=1e-5)
+    assert success.tolist() == [1, 1, 1, 0]  # 6, 3 and 4 pixels of 32 exceed 8 %
+    assert torch.allclose(ball(videos.flip(-1), [{**right, "direction": "left"}] * 4)[0], score, atol=1e-5)
+    assert torch.allclose(ball(videos.mT, [{**right, "direction": "down"}] * 4)[0], score, atol=1e-5)
+    assert torch.allclose(ball(videos.mT.flip(-2), [{**right, "direction": "up"}] * 4)[0], score, atol=1e-5)
+    along, across, quality = task_rewards.ball_track(videos, [{**right, "direction": "up"}] * 4)
+    assert along.abs().max() < 1e-6 and torch.allclose(across[0], torch.tensor([0, 2, 4, 6]) / 32, atol=1e-6)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"colour": "pink", "direction": "left"}, {"colour": "red", "direction": 1}])
+def test_ball_wants_metadata(metadata):
+    with pytest.raises(UserError, match="reward ball: got (colour|direction) .* in metadata, want one of"):
+        ball(noise(1, 5, 3, 8, 8), [metadata])
+
+
+# ----------------------------------------------------------------------------- views of an HCPT grid
+
+BOX = [-0.6, -0.6, -0.1, 0.6, 0.9, 0.5]
+
+
+def hcpt(shift=0.0, collapse=False):
+    """(pointmaps v 3 f h w in -1..1 of the tiny scene, the right view's points shifted by metres in x, cameras)."""
+    balls = tiny.ball_track("left", 2, np.random.default_rng(0))
+    cells, cameras = [], []
+    for view, side in tiny.VIEWS.items():
+        intrinsics, extrinsics = tiny.camera(side)
+        _, points, _ = tiny.trace(balls, intrinsics, extrinsics, 48)
+        points = torch.from_numpy(points).float() + torch.tensor([shift if view.endswith("right") else 0.0, 0, 0])
+        points = points * 0 + torch.tensor([0.0, 0.0, 0.1]) if collapse else points
+        cells.append(normalise_points(points, BOX).permute(3, 0, 1, 2))
+        cameras.append(dict(intrinsics=intrinsics.tolist(), extrinsics=extrinsics.tolist(), size=[32, 32]))
+    return torch.stack(cells), cameras
+
+
+def views(cells, cameras, in_metadata=False):
+    row = torch.cat(list(cells), -1).transpose(0, 1) / 2 + 0.5  # f 3 h W
+    entry = {"box": BOX, "cameras": cameras} | ({"points": cells} if in_metadata else {})
+    grid = torch.cat([torch.rand_like(row), torch.rand_like(row) if in_metadata else row], 2)
+    return reward.score({"views": reward.views}, grid[None], ["x"], [entry])["views"][0].item()
+
+
+def test_views_of_a_true_scene_agree():
+    cells, cameras = hcpt()
+    assert -0.1 < views(cells, cameras) <= 0  # mm
+    assert views(cells, cameras, in_metadata=True) == pytest.approx(views(cells, cameras), abs=1e-3)
+
+
+def test_views_measure_millimetres():
+    """All of the right view's points 10 mm to the side: 10 mm apart, and those also about as far off their rays."""
+    cells, cameras = hcpt(shift=0.01)
+    assert -21 < views(cells, cameras) < -9
+    assert views(*hcpt(shift=0.02)) == pytest.approx(2 * views(cells, cameras), rel=0.1)
+
+
+def test_views_cannot_be_fooled():
+    diagonal = 1000 * np.linalg.norm(np.subtract(BOX[3:], BOX[:3]))
+    cells, cameras = hcpt(collapse=True)  # all points in one place: the views agree, but no camera sees it so
+    assert views(cells, cameras) < -50
+    assert views(torch.ones_like(cells), cameras) == pytest.approx(-diagonal, rel=1e-5)  # nothing that can be compared
+    assert views(*hcpt()) > views(noise(*cells.shape) * 1.8 - 0.9, cameras) + 50
+    with pytest.raises(UserError, match="reward views: got no box in metadata"):
+        reward.views(noise(1, 2, 3, 8, 8), ["x"], [{}])
+
+
+# ----------------------------------------------------------------------------- PickScore
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    """A tiny CLIP with a byte-level tokenizer, in one folder as save_pretrained leaves it."""
+    folder = tmp_path_factory.mktemp("clip")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).save_pretrained(folder)
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, projection_dim=16)
+    text = dict(vocab_size=len(tokens), bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    torch.manual_seed(0)
+    vision = small | dict(patch_size=56)
+    model = CLIPModel(CLIPConfig(text_config=small | text, vision_config=vision, projection_dim=16))
+    model.logit_scale.data.fill_(4.6)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_pickscore_is_its_formula(clip_folder):
+    videos, prompts = noise(3, 9, 3, 40, 60), ["a red ball", "cats", "a red ball"]
+    load = dict(pickscore_model=clip_folder, pickscore_frames=3)
+    got = reward.score(reward.load_rewards("pickscore", "cpu", **load), videos, prompts, [{}] * 3)["pickscore"]
+
+    model, tokenizer = CLIPModel.from_pretrained(clip_folder), CLIPTokenizer.from_pretrained(clip_folder)
+    processor = CLIPImageProcessorPil()
+    for index, prompt in enumerate(prompts):
+        frames = [videos[index, frame] for frame in (1, 4, 8)]  # 1, 4.5, 8
+        images = [Image.fromarray((f.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)) for f in frames]
+        with torch.no_grad():  # the whole model's own logits
+            logits = model(**tokenizer([prompt], return_tensors="pt"), **processor(images, return_tensors="pt"))
+        assert got[index] == pytest.approx(logits.logits_per_image.mean().item() / 26, abs=2e-4)
+    assert abs(got[0] - got[1]) > 1e-3  # and it does depend on the prompt
+
+    changed = videos.clone()
+    changed[:, 0] = 0  # the given frame is left out
+    again = reward.score(reward.load_rewards("pickscore", "cpu", **load), changed, prompts, [{}] * 3)["pickscore"]
+    assert torch.equal(got, again)
+
+
+def test_pickscore_of_few_frames_and_in_batches(clip_folder, monkeypatch):
+    """More frames asked for than there are; one image; micro-batches change nothing; the model is loaded once."""
+    videos, prompts, metadata = noise(3, 5, 3, 16, 16), ["a", "b", "c"], [{}] * 3
+    four = reward.load_rewards("pickscore", "cpu", pickscore_model=clip_folder, pickscore_frames=4)["pickscore"]
+    many = reward.load_rewards("pickscore", "cpu", pickscore_model=clip_folder, pickscore_frames=9)["pickscore"]
+    assert torch.equal(four(videos, prompts, metadata), many(videos, prompts, metadata))
+    one = four(videos[:, :1], prompts, metadata)
+    assert one.shape == (3,) and torch.allclose(one, four(videos[:, :1].expand(-1, 2, -1, -1, -1), prompts, metadata))
+    whole = four(videos, prompts, metadata)
+    monkeypatch.setattr(reward, "CLIP_BATCH", 5)
+    assert torch.allclose(whole, four(videos, prompts, metadata), atol=1e-5)
+    assert reward.load_clip(clip_folder, "cpu", "float32")[1] is reward.load_clip(clip_folder, "cpu", "float32")[1]
+
+
+@pytest.mark.parametrize("height, width", [(480, 832), (832, 480), (224, 224), (301, 227), (100, 64), (16, 16)])
+def test_clip_pixels_equal_the_processor(height, width):
+    smooth = F.interpolate(noise(1, 3, 12, 20), (height, width), mode="bicubic").clamp(0, 1)
+    frame = (smooth + 0.1 * noise(1, 3, height, width, seed=1)).clamp(0, 1)
+    image = Image.fromarray((frame[0].permute(1, 2, 0).numpy() * 255).round().astype(np.uint8))
+    wanted = CLIPImageProcessorPil()(image, return_tensors="pt")["pixel_values"]
+    got = reward.clip_pixels(frame)
+    assert got.shape == wanted.shape == (1, 3, 224, 224)
+    level = 1 / 255 / 0.26  # one of 255 levels, in the normalised units
+    assert (got - wanted).abs().max() < 2.1 * level and (got - wanted).abs().mean() < 0.02 * level
+
+
+def test_random_clip_is_vit_h():
+    """Built without memory: the parameter count of CLIP-ViT-H-14."""
+    tokenizer, model = reward.load_clip("random", "meta", "float32")
+    assert sum(p.numel() for p in model.parameters()) == 986_109_441
+    tokens = tokenizer(["a red ball", "A red", "word " * 100])
+    ids = tokens["input_ids"]
+    assert ids.shape == (3, 77) and (ids[:, 0] == 49406).all() and ids.max() == 49407
+    assert torch.equal(ids[0, :3], ids[1, :3]) and ids[0, 4] == 49407 and ids[1, 3] == 49407 and ids[2, 76] == 49407
+    assert tokens["attention_mask"].sum(1).tolist() == [5, 4, 77]
+    assert ((ids[0, 1:4] > 0) & (ids[0, 1:4] < 49406)).all() and len(set(ids[0, 1:4].tolist())) == 3
+    assert torch.equal(tokenizer(["a red ball"])["input_ids"][0], ids[0, :5])
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(pickscore_model="/nowhere/clip"), "pickscore_model=/nowhere/clip: want a hub id, or a folder"),
+    (dict(pickscore_frames=0), "pickscore_frames=0: want at least 1"),
+])  # fmt: skip
+def test_pickscore_mistakes(clip_folder, options, message):
+    with pytest.raises(UserError, match=message) as error:
+        reward.load_rewards("pickscore", "cpu", **{"pickscore_model": clip_folder, **options})
+    assert "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------- a reward in another process
+
+
+class BrightnessServer(BaseHTTPRequestHandler):  # the example of the README
+    def do_POST(self):
+        body = np.load(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"]))))
+        videos, request = body["videos"], json.loads(str(body["json"]))  # uint8 b f h w 3; prompts, metadata
+        answer = self.respond(videos, request)
+        self.send_response(self.server.status.pop(0) if self.server.status else 200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def respond(self, videos, request):
+        self.server.requests.append((videos, request))
+        return self.server.answer or json.dumps({"rewards": (videos.mean((1, 2, 3, 4)) / 255).tolist()}).encode()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with HTTPServer(("127.0.0.1", 0), BrightnessServer) as server:
+        server.handle_error = lambda *_: None  # a client that gave up
+        server.requests, server.status, server.answer = [], [], None
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def http_score(server, videos=None, **options):
+    videos = noise(2, 3, 3, 4, 6) if videos is None else videos
+    (name, weight), = reward.parse_rewards(f"{server.url}:0.5")
+    assert weight == 0.5
+    rewards = reward.load_rewards(f"{server.url}:0.5", "cpu", **{"timeout": 5.0, **options})
+    metadata = [{"colour": "red", "points": torch.zeros(2)}, {"n": [1, 2]}]
+    return reward.score(rewards, videos, ["один", "two"], metadata)[name]
+
+
+def test_http_round_trip(server):
+    videos = noise(2, 3, 3, 4, 6)
+    got = http_score(server, videos)
+    assert torch.allclose(got, videos.mean((1, 2, 3, 4)), atol=1 / 255)
+    (sent, request), = server.requests
+    assert sent.dtype == np.uint8 and np.array_equal(sent, (videos * 255).round().byte().movedim(2, -1).numpy())
+    assert request == {"prompts": ["один", "two"], "metadata": [{"colour": "red", "points": None}, {"n": [1, 2]}]}
+
+
+def test_http_retries_what_can_pass(server, monkeypatch):
+    naps = []
+    monkeypatch.setattr(reward.time, "sleep", naps.append)
+    server.status = [503, 500]
+    http_score(server)
+    assert naps == [1, 2] and len(server.requests) == 3
+    server.status = [503] * 10
+    with pytest.raises(UserError, match=f"reward {server.url}: answered 503 .* after 6 attempts"):
+        http_score(server, retries=5)
+    assert naps[2:] == [1, 2, 4, 8, 8]
+    server.status = [400]
+    with pytest.raises(UserError, match="answered 400 .* after 1 attempts"):
+        http_score(server)
+    assert len(naps) == 7
+
+
+@pytest.mark.parametrize("answer, message", [
+    (b"not json", "got 'not json', want {\"rewards\": \\[2 numbers\\]}"),
+    (b'{"scores": [1, 2]}', "want {\"rewards\""),
+    (b'{"rewards": ["a", "b"]}', "want {\"rewards\""),
+    (b'{"rewards": [1.0]}', r"got shape \(1,\), want \(2,\)"),
+    (b'{"rewards": [1.0, NaN]}', "got nan for 'two'"),
+])  # fmt: skip
+def test_http_answers(server, answer, message):
+    server.answer = answer
+    with pytest.raises(UserError, match=message) as error:
+        http_score(server)
+    assert "\n" not in str(error.value)
+
+
+def test_http_unreachable_shows_at_the_start(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(reward.time, "sleep", lambda seconds: None)
+    free = HTTPServer(("127.0.0.1", 0), BrightnessServer)
+    url = f"http://127.0.0.1:{free.server_port}/score"
+    free.server_close()
+    with pytest.raises(UserError, match=f"reward {url}: .*refused after 4 attempts: is its server running") as error:
+        reward.load_rewards(f"{url}:1.0")
+    assert "\n" not in str(error.value)
+
+
+def test_http_timeout(server, monkeypatch):
+    monkeypatch.setattr(BrightnessServer, "respond", lambda *_: time.sleep(0.6) or b"")
+    with pytest.raises(UserError, match="timed out after 1 attempts"):
+        http_score(server, timeout=0.2, retries=0)
