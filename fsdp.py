@@ -282,6 +282,7 @@ def checkpoint_to_resume(out_dir, resume):
 
 def check_same_config(checkpoint, saved, current, may_change):
     """UserError naming the settings in which a checkpoint's config differs from the current one."""
+    current = json.loads(json.dumps(current))  # as saved: tuples are lists there
     differing = [name for name in sorted(saved.keys() | current.keys())
                  if name not in may_change and saved.get(name) != current.get(name)]  # fmt: skip
     if differing:

@@ -159,7 +159,7 @@ class Record:
     videos: range  # positions among all of the iteration's prompts_per_iteration x group_size videos
     condition: torch.Tensor | None  # b c f|1 h w
     text: torch.Tensor  # b n d
-    negative_text: torch.Tensor  # b n d
+    negative_text: torch.Tensor  # 1 n d
     transitions: list  # one Transition a step of the window
     rewards: dict  # name -> b
 
@@ -171,7 +171,7 @@ def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidanc
                     cfg_batched=False):  # fmt: skip
     """Velocity with classifier-free guidance: uncond + scale (cond - uncond) (Ho & Salimans, arXiv 2207.12598).
 
-    latents b c f h w; sigma b on the CPU; text and negative_text b n d. guidance_scale is the high expert's (or the
+    latents b c f h w; sigma b on the CPU; text b n d, negative_text b|1 n d. guidance_scale is the high expert's (or the
     single one's), guidance_scale_2 the low one's. At scale 1 the unconditional pass is left out; cfg_batched=True runs
     both passes as one batch of 2 b.
     """
@@ -179,6 +179,7 @@ def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidanc
     scale = guidance_scale_2 if low else guidance_scale
     if scale == 1.0:
         return wan_model.velocity(wan, latents, sigma, condition, text)
+    negative_text = negative_text.expand_as(text)
     if cfg_batched:
         twice = [torch.cat([x, x]) if x is not None else None for x in (latents, sigma, condition)]
         conditional, unconditional = wan_model.velocity(wan, *twice, torch.cat([text, negative_text])).chunk(2)

@@ -152,5 +152,5 @@ def view_distance(points, box, cameras):
     distances = torch.stack(distances)
     valid = distances.isfinite()
     if valid.float().mean() < 0.05:
-        return 1000 * torch.dist(*torch.tensor(box, dtype=torch.float32, device=points.device).chunk(2))
+        return 1000 * torch.dist(*torch.as_tensor(box, dtype=torch.float32, device=points.device).chunk(2))
     return 1000 * distances[valid].median()

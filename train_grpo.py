@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from diffusers import WanTransformer3DModel
 from tqdm import tqdm
 
 import encoders
@@ -75,7 +76,7 @@ decode_batch = 72  # videos decoded at a time
 lora_rank = 16  # 0: full fine-tuning
 lora_alpha = 32.0  # scale alpha / rank
 lora_targets = "to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2"  # linears by the end of their names
-max_iterations = 120  # rollouts
+max_iterations = 150  # rollouts
 num_inner_epochs = 1  # passes over a rollout
 num_minibatches = 1  # optimizer steps a pass
 lr = 1e-3  # of AdamW, constant after warmup
@@ -93,10 +94,10 @@ ema_interval = 1  # iterations between its updates
 max_bad_steps = 5  # non-finite steps in a row that end the run
 seed = 0  # of every draw
 # evaluation
-eval_interval = 20  # iterations; 0: only at the end
+eval_interval = 25  # iterations; 0: only at the end
 num_eval_samples = 96  # held-out videos, the prompts in turn, always the same noise
 num_eval_videos = 4  # of these written, before and after side by side
-num_eval_steps = 20  # of the ODE sampler
+num_eval_steps = 10  # of the ODE sampler
 fps = 8  # frames a second of the videos written
 # system
 device = "auto"  # "auto" | "cpu" | "cuda"
@@ -105,7 +106,7 @@ vae_dtype = "float32"  # "float32" | "bfloat16"
 checkpointing = "none"  # "none" | "full" | "selective": what is recomputed in the backward pass
 compile_blocks = False  # torch.compile each transformer block
 dp_replicate = 1  # whole copies of the model
-save_interval = 20  # iterations between checkpoints
+save_interval = 25  # iterations between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 config = configure(globals())
 MAY_CHANGE = {  # settings that a resumed run may change
@@ -131,11 +132,17 @@ with fsdp.all_ranks_agree():
     for name in ("dtype", "vae_dtype"):
         if config[name] not in ("float32", "bfloat16"):
             raise UserError(f"{name}={config[name]}: want float32 or bfloat16")
+    if checkpointing not in ("none", "full", "selective"):
+        raise UserError(f"checkpointing={checkpointing}: want none, full or selective")
     for name, low in dict(group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1,
                           num_minibatches=1, num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2,
-                          max_iterations=1, ema_interval=1, max_bad_steps=1, lora_rank=0, seed=0).items():  # fmt: skip
+                          num_eval_videos=0, max_text_tokens=1, max_iterations=1, ema_interval=1, max_bad_steps=1,
+                          dp_replicate=1, eval_interval=0, save_interval=0, keep_last=0, warmup_iterations=0,
+                          lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0).items():  # fmt: skip
         if config[name] < low:
             raise UserError(f"{name}={config[name]}: want at least {low}")
+    if ema_decay >= 1 or clip_range <= 0:
+        raise UserError(f"ema_decay={ema_decay}, clip_range={clip_range}: want below 1, and more than 0")
     if law not in rollout.LAWS:
         raise UserError(f"law={law}: want one of {', '.join(rollout.LAWS)}")
     if noise_level <= 0:
@@ -147,10 +154,25 @@ with fsdp.all_ranks_agree():
     if prompts_per_iteration * group_size % (world_size * rollout_batch):
         raise UserError(f"prompts_per_iteration x group_size = {prompts_per_iteration * group_size} videos: want a "
                         f"multiple of {world_size} ranks x rollout_batch {rollout_batch}")  # fmt: skip
+    num_pairs = videos_each // rollout_batch * num_sde_steps
+    if num_minibatches > num_pairs:
+        raise UserError(f"num_minibatches={num_minibatches}: want at most {num_pairs}, a rank's batches of "
+                        "rollout_batch videos x num_sde_steps")  # fmt: skip
     if ratio_norm and law == "cps":
         raise UserError("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
+    if init_lora and not lora_rank:
+        raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
+    for expert in wan.expert_names if lora_rank else ():  # on the meta device: found before anything is loaded
+        with torch.device("meta"):
+            skeleton = WanTransformer3DModel.from_config(wan.config)
+            wan_model.add_lora(skeleton, lora_rank, lora_alpha, lora_targets)
+        if init_lora:
+            tensors, _, alpha, _ = wan_model.read_lora(init_lora, expert)
+            wan_model.load_lora(skeleton, tensors, init_lora)
+            if alpha != lora_alpha:
+                raise UserError(f"lora_alpha={lora_alpha:g}: {init_lora} was trained with {alpha:g}, want the same")
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride)
     if "low" in wan.expert_names and not guidance_scale_2:
@@ -179,29 +201,29 @@ say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise 
     f"{num_sde_steps} steps of {sde_window}, {wan_model.num_tokens(latent_shape):,} tokens a video, "
     f"{videos_each} videos a rank")  # fmt: skip
 
-# ----------------------------------------------------------------------------- text, VAE, rewards
-tokenizer, text_encoder = encoders.load_text_encoder(model, device)
-distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
-embeddings = encoders.encode_text(tokenizer, text_encoder, distinct, max_text_tokens).cpu()
-text_of = dict(zip(distinct, embeddings, strict=True))  # prompt -> n d
-del tokenizer, text_encoder
-vae = encoders.load_vae(model, device, getattr(torch, vae_dtype))
+# ----------------------------------------------------------------------------- rewards, text, VAE
 with fsdp.all_ranks_agree():
     options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, timeout=reward_timeout)
     more = reward.parse_rewards(eval_rewards, "eval_rewards") if eval_rewards else []
     all_rewards = reward.load_rewards(dict(weights + more).items(), device, **options)  # name -> reward
     train_rewards = {name: all_rewards[name] for name, _ in weights}
+tokenizer, text_encoder = encoders.load_text_encoder(model, device)
+distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
+embeddings = encoders.encode_text(tokenizer, text_encoder, distinct, max_text_tokens).to("cpu", wan.dtype)
+text_of = dict(zip(distinct, embeddings, strict=True))  # prompt -> n d
+del tokenizer, text_encoder
+vae = encoders.load_vae(model, device, getattr(torch, vae_dtype))
 
 
 def conditions(prompts, indices):
-    """-> condition b c f|1 h w or None, text b n d, negative text b n d for prompts of a file, on the device."""
+    """-> condition b c f|1 h w or None, text b n d, negative text 1 n d for prompts of a file, on the device."""
     condition = None
     if wan.kind != "t2v":
         images = {i: prompts.image(i)[None].to(device) for i in set(indices)}
         encoded = {i: encoders.encode_condition(vae, image, num_frames, wan.kind) for i, image in images.items()}
         condition = torch.cat([encoded[i] for i in indices])
     text = torch.stack([text_of[prompts.prompts[i]] for i in indices]).to(device)
-    return condition, text, text_of[negative_prompt].to(device).expand_as(text)
+    return condition, text, text_of[negative_prompt][None].to(device)
 
 
 def decode(latents):
@@ -359,15 +381,18 @@ def check_first_ratio(records):
 
 def check_reference(record):
     """With adapters off the model is the reference: the same output while B = 0, another one after."""
+    expert = wan_model.route(wan.boundary_ratio, sigmas[record.transitions[0].step].view(1))
+    sizes = [fsdp.full_tensor(p.detach().abs().sum()).item() for name, p in parameters.items()
+             if name.startswith(f"{expert}.") and "lora_B" in name]  # fmt: skip
     with torch.no_grad():
         mean = score(wan, record, record.transitions[0])[0]
         with wan_model.adapters_off(wan):
             difference = (score(wan, record, record.transitions[0])[0] - mean).abs().max().item()
     difference = fsdp.reduce_max([difference])[0]
-    trained_before = start_iteration > 0 or bool(init_lora)
+    trained_before = sum(sizes) > 0  # of this expert, which may never have been in a window yet
     say(f"self-check adapters off against on: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
     if (difference > 0) != trained_before:
-        raise UserError("switching the adapters off doesn't give the reference: is init_lora one of this model's?")
+        raise RuntimeError("switching the adapters off doesn't give the reference")
 
 
 # ----------------------------------------------------------------------------- evaluate, save
@@ -463,7 +488,8 @@ for iteration in range(start_iteration, max_iterations):
                 for name, value in {**numbers, "loss": loss.mean().item()}.items():
                     logged[name].append(value)
             grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
-            finite = math.isfinite(fsdp.reduce_sum([grad_norm + sum(logged["loss"])])[0])  # the same on all ranks
+            bad = grad_norm + sum(logged["loss"][-len(minibatch) :])
+            finite = math.isfinite(fsdp.reduce_sum([bad])[0])  # the same on all ranks
             if finite:
                 optimizer.step()
                 logged["grad_norm"].append(grad_norm)

@@ -203,14 +203,14 @@ def held_out_rewards(generate, rewards, prompts, config, iteration, rank, world_
 def write_before_and_after(config, iteration, i, frames):
     """samples/step_000020_<i>.mp4 (before training left, now right) and .png (given, before, now).
 
-    frames f h w 3 uint8; those of iteration 0 are kept as before_<i>.npy.
+    frames f h w 3 uint8; those of iteration 0 are kept as before_<i>.npy, black if num_eval_videos was smaller then.
     """
     folder = os.path.join(config["out_dir"], "samples")
     os.makedirs(folder, exist_ok=True)
     before = os.path.join(folder, f"before_{i}.npy")
     if iteration == 0:
         np.save(before, frames, allow_pickle=False)
-    untrained = np.load(before, allow_pickle=False)
+    untrained = np.load(before, allow_pickle=False) if os.path.exists(before) else np.zeros_like(frames)
     path = os.path.join(folder, f"step_{iteration:06d}_{i}")
     video.write_mp4(f"{path}.mp4", np.concatenate([untrained, frames], axis=2), config["fps"])
     rows = [("given", frames[:1]), ("before", untrained), (f"iteration {iteration}", frames)]

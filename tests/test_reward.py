@@ -297,6 +297,22 @@ def test_views_measure_millimetres():
     assert views(*hcpt(shift=0.02)) == pytest.approx(2 * views(cells, cameras), rel=0.1)
 
 
+def test_views_leave_out_what_is_hidden_and_what_is_clamped():
+    """Two cameras in one place. To the left the second sees a wall 1 m away, before the first one's 2 m: the first's
+    points are hidden there (0.6 of its pixels), the second's are wrong, 1 m off and more. 0.8 of 1.4 agree."""
+    camera = dict(intrinsics=[[10.0, 0, 5], [0, 10.0, 5], [0, 0, 1]], extrinsics=torch.eye(4).tolist(), size=[10, 10])
+    x, y = torch.meshgrid((torch.arange(10) - 4.5) / 10, (torch.arange(10) - 4.5) / 10, indexing="xy")
+    far = torch.stack([x, y, torch.ones(10, 10)], -1)[None] * 2  # 1 h w 3 metres
+    near = torch.where(torch.arange(10)[:, None] < 6, far / 2, far)
+    box = torch.tensor([-3.0, -3, -3, 3, 3, 3])
+    distance = task_rewards.view_distance(normalise_points(torch.stack([far, near]), box), box, [camera] * 2)
+    assert distance < 0.01
+    # Six columns beyond the box: its wall at x = -0.15 m is all that is known of them, and they don't count.
+    box = torch.tensor([-3.0, -3, -3, -0.15, 3, 3])
+    distance = task_rewards.view_distance(normalise_points(torch.stack([far, far]), box), box, [camera] * 2)
+    assert distance < 0.01
+
+
 def test_views_cannot_be_fooled():
     diagonal = 1000 * np.linalg.norm(np.subtract(BOX[3:], BOX[:3]))
     cells, cameras = hcpt(collapse=True)  # all points in one place: the views agree, but no camera sees it so

@@ -275,3 +275,195 @@ def test_seeded_draws():
     assert all(torch.equal(rollout.randn((4,), *key), draw) for key, draw in zip(keys, draws, strict=True))
     many = rollout.randn((100_000,), 3, 4)
     assert many.dtype == torch.float32 and abs(many.mean()) < 0.015 and abs(many.std() - 1) < 0.01
+
+
+# ----------------------------------------------------------------------------- stochastic steps
+
+
+def paper_step(law, x, v, sigma, sigma_next, sigma_1, noise_level):
+    """Mean and std as each paper writes them, float64, dt < 0."""
+    dt = sigma_next - sigma
+    if law == "flow":  # Flow-GRPO eq. 9: drift v + g^2 / (2 sigma) (x + (1 - sigma) v)
+        g = noise_level * np.sqrt(sigma / (1 - (sigma_1 if sigma == 1 else sigma)))
+        return x + (v + g**2 / (2 * sigma) * (x + (1 - sigma) * v)) * dt, g * np.sqrt(abs(dt))
+    if law == "dance":  # DanceGRPO eq. 8: drift v - eps^2 / 2 score, where score = -noise / sigma
+        score = -(x + (1 - sigma) * v) / sigma
+        return x + (v - noise_level**2 / 2 * score) * dt, noise_level * np.sqrt(abs(dt))
+    x0, noise = x - sigma * v, x + (1 - sigma) * v  # Flow-CPS: noise kept with a cosine, fresh noise with a sine
+    angle = noise_level * np.pi / 2
+    return (1 - sigma_next) * x0 + sigma_next * np.cos(angle) * noise, sigma_next * np.sin(angle)
+
+
+@pytest.mark.parametrize("law", rollout.LAWS)
+def test_each_law_is_its_papers_formula(law):
+    x, v = rollout.randn((2, 3, 4, 2, 2, 2), 0).double()
+    for shift in (1.0, 5.0):
+        grid = rollout.sigma_grid(10, shift).double().tolist()
+        for k in range(10):
+            for noise_level in (0.2, 0.7, 1.0):
+                at = law, x, v, grid[k], grid[k + 1], grid[1], noise_level
+                mean, std = rollout.transition(*at)
+                expected, expected_std = paper_step(law, x.numpy(), v.numpy(), *at[3:])
+                np.testing.assert_allclose(mean, expected, rtol=1e-12, atol=1e-12)
+                assert std == pytest.approx(expected_std, rel=1e-12, abs=0)
+                single, _ = rollout.transition(law, x.float(), v.float(), *at[3:])
+                assert single.dtype == torch.float32
+                torch.testing.assert_close(single.double(), mean, rtol=1e-4, atol=1e-5)
+            mean, std = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], 0.0)  # no noise: the ODE
+            torch.testing.assert_close(mean, x + v * (grid[k + 1] - grid[k]), rtol=1e-12, atol=1e-12)
+            assert std == 0
+
+
+def test_flow_is_finite_at_sigma_1():
+    x, v = rollout.randn((2, 1, 2, 2, 2, 2), 0).double()
+    mean, std = rollout.transition("flow", x, v, 1.0, 0.9, 0.9, 0.7)
+    assert std == pytest.approx(0.7 * np.sqrt(1 / 0.1) * np.sqrt(0.1))
+    torch.testing.assert_close(mean, x * (1 - 0.49 / 0.1 * 0.1 / 2) - 0.1 * v)
+
+
+@pytest.mark.parametrize("law", rollout.LAWS)
+@pytest.mark.parametrize("frames_given", [0, 1])
+def test_log_prob_is_the_normal_density_of_what_is_generated(law, frames_given):
+    sample, mean = rollout.randn((2, 3, 4, 3, 2, 2), 1)
+    gen_mask = torch.ones(3, 1, 3, 2, 2)
+    gen_mask[:, :, :frames_given] = 0
+    std = 0.3
+    density = torch.distributions.Normal(mean.double(), std).log_prob(sample.double())
+    if law == "cps":  # without the variance
+        density = -((sample.double() - mean.double()) ** 2)
+    expected = density[:, :, frames_given:].flatten(1).mean(1)
+    found = rollout.log_prob(law, sample, mean, std, gen_mask)
+    assert found.shape == (3,) and found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    poisoned = sample.clone()
+    poisoned[:, :, :1] += 1e9
+    unchanged = torch.equal(rollout.log_prob(law, poisoned, mean, std, gen_mask), found)
+    assert unchanged == bool(frames_given)
+
+
+def test_the_window_is_a_function_of_seed_and_iteration():
+    for num_steps, low, high in ((1, 0, 1), (1, 1, 3), (2, 0, 5), (3, 2, 5), (2, 1, 20)):
+        windows = [rollout.draw_window(num_steps, (low, high), 0, iteration) for iteration in range(300)]
+        assert all(window == list(range(window[0], window[0] + num_steps)) for window in windows)
+        assert {window[0] for window in windows} == set(range(low, high - num_steps + 1))
+        torch.manual_seed(3)  # no other state counts
+        assert [rollout.draw_window(num_steps, (low, high), 0, i) for i in reversed(range(300))] == windows[::-1]
+    starts = np.array([rollout.draw_window(2, (0, 5), 1, iteration)[0] for iteration in range(4000)])
+    counts = np.bincount(starts, minlength=4)
+    assert ((counts - 1000) ** 2 / 1000).sum() < 16.3  # chi squared of 3 degrees of freedom, p = 0.001
+    assert (starts[:300] != [rollout.draw_window(2, (0, 5), 2, iteration)[0] for iteration in range(300)]).any()
+
+
+def exact_velocity(x, sigma, mean, std):
+    """E[noise - x0 | x] where x0 ~ N(mean, std^2)."""
+    rest = (x - (1 - sigma) * mean) / ((1 - sigma) ** 2 * std**2 + sigma**2)
+    return sigma * rest - mean - (1 - sigma) * std**2 * rest
+
+
+def end_of(law, noise_level, wrong=None, num_steps=1000, num_samples=40_000, mean=0.8, std=0.5):
+    """Samples from the exact velocity; wrong: -1 flips the drift's correction, 0 leaves it out."""
+    generator = rollout.seeded("cpu", 5)
+    x = torch.randn(num_samples, generator=generator)
+    grid = rollout.sigma_grid(num_steps, 1.0).tolist()
+    for k in range(num_steps):
+        v = exact_velocity(x, grid[k], mean, std)
+        following, scale = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], noise_level)
+        if wrong is not None:
+            ode = x + v * (grid[k + 1] - grid[k])
+            following = ode + wrong * (following - ode)
+        x = following + scale * torch.randn(num_samples, generator=generator)
+    return x
+
+
+@pytest.mark.parametrize("law, noise_level", [("flow", 0.7), ("flow", 1.0), ("dance", 0.3), ("dance", 0.7)])
+def test_marginals_of_the_sde_are_the_odes(law, noise_level):
+    """x0 ~ N(0.8, 0.5^2): mean and variance within the sampling error of 40,000; a wrong drift is far outside it."""
+
+    def errors(x):  # in standard errors
+        return abs(x.mean() - 0.8) / (0.5 / 200), abs(x.var() / 0.25 - 1) / np.sqrt(2 / 40_000)
+
+    assert max(errors(end_of(law, 0.0))) < 3.5  # the ODE
+    assert max(errors(end_of(law, noise_level))) < 3.5
+    assert max(errors(end_of(law, noise_level, wrong=-1))) > 20
+    assert max(errors(end_of(law, noise_level, wrong=0))) > 10
+
+
+def test_cps_keeps_the_noise_level_of_the_grid():
+    """For one x0 each step ends at N((1 - sigma) x0, sigma^2) exactly, however few steps and however much noise."""
+    for noise_level in (0.3, 0.7, 1.0):
+        generator = rollout.seeded("cpu", 6)
+        x = torch.randn(100_000, generator=generator)
+        grid = rollout.sigma_grid(6, 3.0).tolist()
+        for sigma, following in zip(grid[:-2], grid[1:-1], strict=True):
+            v = exact_velocity(x, sigma, 0.8, 0.0)
+            mean, std = rollout.transition("cps", x, v, sigma, following, grid[1], noise_level)
+            x = mean + std * torch.randn(100_000, generator=generator)
+            assert abs(x.mean() - (1 - following) * 0.8) < 4 * following / np.sqrt(100_000)
+            assert abs(x.var() / following**2 - 1) < 4 * np.sqrt(2 / 100_000)
+
+
+# ----------------------------------------------------------------------------- rollouts
+
+
+@pytest.mark.parametrize("kind", ["i2v", "ti2v", "t2v"])
+def test_guidance_batched_equals_separate(checkpoints, kind):
+    wan = load(checkpoints[kind])
+    noise, text = rollout.randn((2, 16, 3, 4, 6), 0), rollout.randn((2, 2, 16, 64), 1)
+    condition = {"i2v": rollout.randn((2, 16, 3, 4, 6), 2), "ti2v": rollout.randn((2, 16, 1, 4, 6), 2)}.get(kind)
+    calls = record(wan.experts)
+    for sigma in (0.95, 0.5):
+        at = wan, noise, torch.tensor([sigma] * 2), condition, *text, 4.0, 3.0
+        separate, batched = rollout.guided_velocity(*at), rollout.guided_velocity(*at, cfg_batched=True)
+        torch.testing.assert_close(batched, separate, atol=1e-5, rtol=1e-5)
+        assert [len(call[1]) for call in calls] == [2, 2, 4]
+        assert (separate - wan_model.velocity(wan, *at[1:4], text[0])).abs().mean() > 1e-2
+        calls.clear()
+
+
+@pytest.mark.parametrize("law", rollout.LAWS)
+@pytest.mark.parametrize("kind", ["i2v", "ti2v"])
+def test_a_rollout_is_stochastic_in_its_window_only(checkpoints, kind, law):
+    wan = load(checkpoints[kind])
+    noise, text = rollout.randn((2, 16, 3, 4, 6), 0), rollout.randn((2, 2, 16, 64), 1)
+    condition = rollout.randn((2, 16, 3 if kind == "i2v" else 1, 4, 6), 2)
+    sigmas, window, guidance = rollout.sigma_grid(6, 5.0), [2, 3], (2.0, 1.5)
+    grid, first = sigmas.tolist(), 0 if kind == "i2v" else 1  # the first generated latent frame
+
+    def run(**changed):
+        settings = dict(law=law, noise_level=0.7, window=window) | changed
+        settings["generators"] = [rollout.seeded("cpu", 9, n) for n in range(2)]
+        return rollout.sample(wan, noise, condition, *text, sigmas, *guidance, **settings)
+
+    calls = record(wan.experts)
+    latents, transitions = run()
+    seen = [call[1][:, :16] for call in calls[::2]] + [latents]  # what each step starts from, and the end
+    velocities = [u[4] + scale * (c[4] - u[4]) for c, u, scale in zip(calls[::2], calls[1::2], [
+        guidance[1] if call[0] == "low" else guidance[0] for call in calls[::2]], strict=True)]  # fmt: skip
+    assert [t.step for t in transitions] == window and len(calls) == 12
+    drawn = [rollout.seeded("cpu", 9, n) for n in range(2)]
+    gen_mask = wan_model.generated_mask(wan, latents, condition)
+    for k in range(6):
+        if k not in window:
+            following = seen[k] + velocities[k] * (grid[k + 1] - grid[k])
+            torch.testing.assert_close(seen[k + 1][:, :, first:], following[:, :, first:], atol=1e-5, rtol=1e-5)
+            continue
+        t = transitions[window.index(k)]
+        torch.testing.assert_close(t.latents[:, :, first:], seen[k][:, :, first:], atol=0, rtol=0)
+        torch.testing.assert_close(t.next_latents, seen[k + 1], atol=0, rtol=0)
+        mean, std = rollout.transition(law, t.latents, velocities[k], grid[k], grid[k + 1], grid[1], 0.7)
+        noises = torch.stack([torch.randn(16, 3, 4, 6, generator=generator) for generator in drawn])
+        torch.testing.assert_close(
+            t.next_latents[:, :, first:], (mean + std * noises)[:, :, first:], atol=1e-5, rtol=1e-5
+        )
+        v = rollout.guided_velocity(wan, t.latents, sigmas[k].expand(2), condition, *text, *guidance)  # as in training
+        mean, std = rollout.transition(law, t.latents, v, grid[k], grid[k + 1], grid[1], 0.7)
+        assert torch.equal(mean, t.mean)
+        assert torch.equal(rollout.log_prob(law, t.next_latents, mean, std, gen_mask), t.log_prob)
+        if kind == "ti2v":
+            assert torch.equal(t.next_latents[:, :, :1], condition)
+    if kind == "ti2v":
+        assert torch.equal(latents[:, :, :1], condition)
+    assert torch.equal(run()[0], latents)
+    without, none = run(window=[])
+    assert not none and torch.equal(without, rollout.sample(wan, noise, condition, *text, sigmas, *guidance)[0])
+    assert (without - latents)[:, :, first:].abs().mean() > 1e-2

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -28,58 +28,25 @@ import rollout
 import tiny
 import validate
 from configurator import UserError
+from helpers import (
+    ENVIRONMENT,
+    REPOSITORY,
+    TORCHRUN,
+    assert_same_checkpoint,
+    files_of,
+    flags,
+    free_ports,
+    refusal,
+    rows_of,
+    script,
+    tensors_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-REPOSITORY = Path(__file__).parents[1]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SHORT = dict(batch_size=8, lr=1e-3, max_steps=6, log_interval=1, eval_interval=3, save_interval=3, warmup_steps=2,
              ema_decay=0.8,
              text_dropout=0.3, num_inference_steps=2, num_val_videos=1, num_val_windows=2, val_sigmas=2)  # fmt: skip
 SHORTEST = SHORT | dict(max_steps=2, eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1, ema_decay=0)
-
-
-# ----------------------------------------------------------------------------- starting scripts
-
-
-def flags(settings):
-    return [f"--{name}={value}" for name, value in settings.items()]
-
-
-def script(name, *files, **settings):
-    """Run a script in this process -> (its globals, what it printed)."""
-    argv, hook, handler = sys.argv, sys.excepthook, signal.getsignal(signal.SIGTERM)
-    sys.argv = [name, *map(str, files), *flags(settings)]
-    try:
-        with redirect_stdout(io.StringIO()) as printed:
-            return runpy.run_path(str(REPOSITORY / name), run_name="__main__"), printed.getvalue()
-    finally:
-        sys.argv, sys.excepthook = argv, hook
-        signal.signal(signal.SIGTERM, handler)
-
-
-def refusal(name, *files, **settings):
-    """The one line on stderr with which a script refuses to run."""
-    shown = sys.excepthook
-    with pytest.raises((UserError, OSError)) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runpy, "run_path", keep_hook(runpy.run_path, hooks := []))
-        script(name, *files, **settings)
-    assert sys.excepthook is shown
-    with redirect_stderr(io.StringIO()) as printed:
-        hooks[0](caught.type, caught.value, caught.tb)
-    lines = printed.getvalue().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
-
-
-def keep_hook(run_path, hooks):
-    def run(*args, **kwargs):
-        try:
-            return run_path(*args, **kwargs)
-        finally:
-            hooks.append(sys.excepthook)  # what configure() installed
-
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -132,21 +99,9 @@ def straight_lora(world, tmp_path_factory):
 # ----------------------------------------------------------------------------- what a run left behind
 
 
-def tensors_of(out_dir, step):
-    """All tensors of a checkpoint of one process."""
-    return safetensors.torch.load_file(next(Path(out_dir, f"ckpt/step_{step:06d}").glob("*.safetensors")))
-
-
-def assert_same_checkpoint(found, wanted):
-    assert found.keys() == wanted.keys()
-    differing = [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])]
-    assert not differing
-
-
 def metrics_of(out_dir):
     """metrics.jsonl without the two numbers that are times."""
-    rows = [json.loads(line) for line in Path(out_dir, "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in ("ms", "load_ms")} for row in rows]
+    return [{name: value for name, value in row.items() if name not in ("ms", "load_ms")} for row in rows_of(out_dir)]
 
 
 def assert_same_rows(found, wanted, tolerance):
@@ -163,10 +118,6 @@ def train_rows(out_dir):
 
 def eval_rows(out_dir):
     return [row for row in metrics_of(out_dir) if "loss" not in row]
-
-
-def files_of(folder):
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
 def stop_at(monkeypatch, step, sent=signal.SIGTERM):
@@ -648,18 +599,6 @@ def worker(file):
         fsdp.cleanup()
         endings.append(ending)
         Path(f"{file}.endings.{rank}").write_text(json.dumps(endings))
-
-
-def free_ports(count):
-    import socket
-
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def test_real_launches(world, straight, straight_lora, tmp_path, monkeypatch):

@@ -1,0 +1,91 @@
+"""Starting the scripts in this process and reading what a run left behind, for test_train.py and test_grpo.py."""
+
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from configurator import UserError
+
+REPOSITORY = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def flags(settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def script(name, *files, **settings):
+    """Run a script in this process -> (its globals, what it printed)."""
+    argv, hook, handler = sys.argv, sys.excepthook, signal.getsignal(signal.SIGTERM)
+    sys.argv = [name, *map(str, files), *flags(settings)]
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            return runpy.run_path(str(REPOSITORY / name), run_name="__main__"), printed.getvalue()
+    finally:
+        sys.argv, sys.excepthook = argv, hook
+        signal.signal(signal.SIGTERM, handler)
+
+
+def refusal(name, *files, **settings):
+    """The one line on stderr with which a script refuses to run."""
+    shown = sys.excepthook
+    with pytest.raises((UserError, OSError)) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runpy, "run_path", keep_hook(runpy.run_path, hooks := []))
+        script(name, *files, **settings)
+    assert sys.excepthook is shown
+    with redirect_stderr(io.StringIO()) as printed:
+        hooks[0](caught.type, caught.value, caught.tb)
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def keep_hook(run_path, hooks):
+    def run(*args, **kwargs):
+        try:
+            return run_path(*args, **kwargs)
+        finally:
+            hooks.append(sys.excepthook)  # what configure() installed
+
+    return run
+
+
+def tensors_of(out_dir, step):
+    """All tensors of a checkpoint of one process."""
+    return safetensors.torch.load_file(next(Path(out_dir, f"ckpt/step_{step:06d}").glob("*.safetensors")))
+
+
+def assert_same_checkpoint(found, wanted):
+    assert found.keys() == wanted.keys()
+    differing = [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])]
+    assert not differing
+
+
+def rows_of(out_dir):
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in Path(out_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
