@@ -7,7 +7,7 @@
     out/tiny/t2v/                    like Wan2.2-T2V-A14B: two experts, boundary 0.875
     out/tiny/robot.hdf5              demonstrations in RoboCasa layout: two views, depth, cameras, language
     out/tiny/robot_mixed.hdf5        the same, but half of them move any way: a worse teacher, which RL can surpass
-    out/tiny/train.jsonl eval.jsonl  prompts with their given images; no prompt of eval is in train
+    out/tiny/train.jsonl eval.jsonl  prompts with their given images; no colour of eval is in train
 
 The scene: a coloured ball rolls over a grey table, seen by two cameras; the prompt says colour and direction, such as
 "a red ball moves left". The given frame shows the ball before it moves and says nothing of where it will go.

@@ -157,10 +157,12 @@ def test_prompts(world):
     train, evaluation = (
         [json.loads(line) for line in (world / file).read_text().splitlines()] for file in ("train.jsonl", "eval.jsonl")
     )
-    assert len(train) == 90 and len(evaluation) == 24
+    assert len(train) == 96 and len(evaluation) == 24
     seen, unseen = ({line["input"] for line in lines} for lines in (train, evaluation))
-    assert len(seen) == 18 and len(unseen) == 6 and not seen & unseen
-    assert set(" ".join(unseen).split()) <= set(" ".join(seen).split())  # every word is trained
+    assert len(seen) == 16 and len(unseen) == 8 and not seen & unseen
+    directions = [{line["metadata"]["direction"] for line in lines} for lines in (train, evaluation)]
+    assert directions[0] == directions[1] == set(tiny.DIRECTIONS)  # every direction is rewarded, of other colours
+    assert not {line["metadata"]["colour"] for line in train} & {line["metadata"]["colour"] for line in evaluation}
     for line in train + evaluation:
         metadata = line["metadata"]
         assert line["input"] == tiny.prompt_of(metadata["colour"], metadata["direction"])
@@ -169,7 +171,7 @@ def test_prompts(world):
         _, colour = saturation_centroid(cells(image[None]))
         distances = {name: (colour[0] - (torch.tensor(code) / 127.5 - 1)).norm() for name, code in tiny.COLOURS.items()}
         assert min(distances, key=distances.get) == metadata["colour"]
-    assert len({(world / line["metadata"]["image_path"]).read_bytes() for line in train + evaluation}) == 114
+    assert len({(world / line["metadata"]["image_path"]).read_bytes() for line in train + evaluation}) == 120
 
 
 @pytest.mark.parametrize("kind, channels, boundary", [("i2v", 36, 0.9), ("ti2v", 16, None), ("t2v", 16, 0.875)])
