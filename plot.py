@@ -1,6 +1,7 @@
 """Draw a run's metrics.jsonl as curves.png beside it.
 
 python plot.py out/tiny_i2v [out/another_run ...]
+python plot.py --mean=seeds.png out/grpo_0 out/grpo_1 out/grpo_2    # held-out numbers of several seeds in one picture
 """
 
 import json
@@ -162,10 +163,37 @@ PANELS = (  # title, prefixes of the keys that call for it, how to draw it
 )
 
 
+def draw_mean(path, runs, prefixes=("eval/", "val_loss/")):
+    """Held-out numbers of several runs: each run thin, their mean thick, the last mean and spread (std) printed."""
+    logs = [read_metrics(Path(run, "metrics.jsonl")) for run in runs]
+    keys = list(dict.fromkeys(key for row in logs[0] for key in row if key.startswith(prefixes)))
+    keys = [key for key in keys if not key.startswith(SIGMA_BIN)]
+    figure = Figure(figsize=(5 * len(keys), 3.4), dpi=110, layout="constrained")
+    for index, key in enumerate(keys):
+        axes = figure.add_subplot(1, len(keys), index + 1, title=key, xlabel="step")
+        axes.grid(alpha=0.3)
+        series = [_series(rows, key) for rows in logs]
+        for steps, values in series:
+            axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1)
+        length = min(values.size for _, values in series)
+        together = np.stack([values[:length] for _, values in series])
+        axes.plot(series[0][0][:length], together.mean(0), color="tab:blue", linewidth=2.5, marker="o", markersize=3)
+        first, last = (f"{ends.mean():.3f} +- {ends.std():.3f}" for ends in (together[:, 0], together[:, -1]))
+        print(f"{key}: {first} -> {last}, {len(runs)} runs")
+    figure.savefig(path)
+    return path
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+    options = [arg for arg in sys.argv[1:] if arg.startswith("-")]
+    runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+    if not runs or any(not option.startswith("--mean=") for option in options):
         sys.exit(__doc__.strip())
-    for run in sys.argv[1:]:
+    for run in runs:
         if not Path(run, "metrics.jsonl").is_file():
             sys.exit(f"error: {run}: got no metrics.jsonl there, want the out_dir of a run")
-        print(draw_curves(run))
+    if options:
+        print(draw_mean(options[-1].removeprefix("--mean="), runs))
+    else:
+        for run in runs:
+            print(draw_curves(run))

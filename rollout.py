@@ -98,7 +98,7 @@ def transition(law, latents, velocity, sigma, sigma_next, sigma_1, noise_level):
     "dance"  g = noise_level (DanceGRPO, arXiv 2505.07818, eq. 8)
     "cps"    keeps the noise level of the grid exactly: with x0 = x - sigma v and x1 = x + (1 - sigma) v,
              mean = (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2) x1,   std = sigma_next sin(noise_level pi / 2)
-             (Flow-CPS, arXiv 2509.05952)
+             (Flow-CPS, arXiv 2509.05952); for a single x0 only: where x0 spreads, samples spread less than the flow's
     noise_level 0 is the ODE step x + v dt under any law. sigmas are floats.
     """
     dt = sigma_next - sigma
@@ -171,9 +171,9 @@ def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidanc
                     cfg_batched=False):  # fmt: skip
     """Velocity with classifier-free guidance: uncond + scale (cond - uncond) (Ho & Salimans, arXiv 2207.12598).
 
-    latents b c f h w; sigma b on the CPU; text b n d, negative_text b|1 n d. guidance_scale is the high expert's (or the
-    single one's), guidance_scale_2 the low one's. At scale 1 the unconditional pass is left out; cfg_batched=True runs
-    both passes as one batch of 2 b.
+    latents b c f h w; sigma b on the CPU; text b n d, negative_text b|1 n d. guidance_scale is the high expert's (or
+    the single one's), guidance_scale_2 the low one's. At scale 1 the unconditional pass is left out; cfg_batched=True
+    runs both passes as one batch of 2 b.
     """
     low = wan_model.route(wan.boundary_ratio, sigma) == "low"
     scale = guidance_scale_2 if low else guidance_scale

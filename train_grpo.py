@@ -12,7 +12,8 @@ One iteration (Flow-GRPO, arXiv 2505.05470):
     3. train       for each video and step of the window: how much more probable is that step under the policy now?
                    ratio = exp(log_prob - old_log_prob), loss = max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))
 Trained are LoRA adapters (or all weights with lora_rank=0); with adapters off the model is the reference. Every draw
-is a function of (seed, iteration, video): neither the number of GPUs nor an interruption changes a run.
+is a function of (seed, iteration, video): neither an interruption nor, with one minibatch, the number of GPUs changes a
+run (more minibatches are drawn from each rank's own videos).
 """
 
 import math

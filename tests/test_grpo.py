@@ -788,7 +788,10 @@ def test_two_ranks_compute_what_one_process_does(world, tmp_path, monkeypatch):
     advantages = record_calls(monkeypatch, reward, "group_advantages")
     for name, (kind, settings) in TWO_RANKS.items():
         script("train_grpo.py", **paths(world, kind) | settings | dict(out_dir=tmp_path / f"one_{name}"))
-    _, err = together.communicate(timeout=240)
+    try:
+        _, err = together.communicate(timeout=240)
+    finally:
+        together.terminate()  # torchrun ends ranks that wait for each other, too
     assert together.returncode == 0, err[-4000:]
     endings = [json.loads((tmp_path / f"runs.endings.{rank}").read_text()) for rank in (0, 1)]
 

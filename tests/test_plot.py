@@ -108,3 +108,25 @@ def test_command(tmp_path):
     result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert result.stderr == f"error: {tmp_path}: got no metrics.jsonl there, want the out_dir of a run\n"
+
+
+def test_mean_of_several_runs(tmp_path, capsys):
+    for run, last in (("a", 0.6), ("b", 0.8)):
+        (tmp_path / run).mkdir()
+        rows = [{"step": 0, "eval/ball": 0.3}, {"step": 5, "reward": 1.0}, {"step": 10, "eval/ball": last}]
+        (tmp_path / run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = plot.draw_mean(tmp_path / "mean.png", [tmp_path / "a", tmp_path / "b"])
+    assert path.stat().st_size > 1000
+    assert capsys.readouterr().out == "eval/ball: 0.300 +- 0.000 -> 0.700 +- 0.100, 2 runs\n"
+
+
+def test_log_drops_what_comes_after_the_step_a_run_resumes_from(tmp_path):
+    log = plot.MetricsLog(tmp_path)
+    for step in (1, 2, 3):
+        log.write({"step": step, "loss": 1.0})
+    log.write({"step": 2, "val_loss/high": 0.5})
+    resumed = plot.MetricsLog(tmp_path, 2)
+    assert [row["step"] for row in plot.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert resumed.holds(2, "val_loss") and not resumed.holds(1, "val_loss") and not resumed.holds(3, "loss")
+    plot.MetricsLog(tmp_path)  # a new run begins a new file
+    assert not (tmp_path / "metrics.jsonl").read_text()
