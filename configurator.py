@@ -17,6 +17,7 @@ import json
 import operator
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -85,6 +86,21 @@ def save_config(out_dir, config):
         partial.replace(path)
     except OSError as error:
         raise UserError(f"out_dir={out_dir}: cannot write there ({error.strerror}), choose another folder") from error
+
+
+def remove_folder(path):
+    """Remove a folder that others know by its name: the name goes first, so that none is ever seen half empty."""
+    if os.path.isdir(path):
+        doomed = os.path.join(os.path.dirname(path), f"tmp_removed_{os.path.basename(path)}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def replace_folder(temporary, final):
+    """Give a finished folder its name; one that has the name already is moved out of the way first."""
+    remove_folder(final)
+    os.replace(temporary, final)
 
 
 def _show(kind, error, trace):

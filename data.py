@@ -247,6 +247,17 @@ def point_cell(xyz, valid, box, height, width, device="cpu"):
     return stacked[:, :3].transpose(0, 1), stacked[:, 3] > 0.5
 
 
+def parse_box(text):
+    """ "x0,y0,z0,x1,y1,z1" -> six floats, low corner first; UserError if they are not a box."""
+    try:
+        box = [float(number) for number in text.split(",")]
+    except ValueError:
+        box = []
+    if len(box) != 6 or not all(low < high for low, high in zip(box[:3], box[3:], strict=True)):
+        raise UserError(f"workspace_box={text}: want x0,y0,z0,x1,y1,z1 in metres with x0 < x1, y0 < y1, z0 < z1")
+    return box
+
+
 def join_cells(cells):
     """{(modality, view): ... h w} -> ... H W: a row a modality, a column a view, both in the dict's order."""
     modalities, views = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
@@ -263,12 +274,12 @@ def split_cells(grid, modalities, views):
     }
 
 
-def check_sizes(num_frames, cell_height, cell_width, stride):
-    """UserError unless the VAE (stride t, h, w) and the transformer's 2 x 2 patches divide a cell evenly."""
-    for name, size, multiple in (
-        ("cell_height", cell_height, 2 * stride[1]),
-        ("cell_width", cell_width, 2 * stride[2]),
-    ):
+def check_sizes(num_frames, height, width, stride, names=("cell_height", "cell_width")):
+    """UserError unless the VAE (stride t, h, w) and the transformer's 2 x 2 patches divide a cell evenly.
+
+    names are the caller's settings of height and width.
+    """
+    for name, size, multiple in zip(names, (height, width), (2 * stride[1], 2 * stride[2]), strict=True):
         if size % multiple or size <= 0:
             below = max(size // multiple, 1) * multiple
             raise UserError(f"{name}={size}: want a multiple of {multiple} ({below} or {below + multiple})")
@@ -295,7 +306,7 @@ def fingerprints(config, kind):
         return {name: config[name] for name in names if name in config}
 
     data = {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
-    if os.path.isfile(config["data"]):  # a cache also serves where the recordings are not
+    if os.path.isfile(config["data"]):  # a LatentCache opens without the recordings too (the trainer wants them)
         data["data_content"] = content_hash([Path(config["data"])])
     latents = data | known("num_frames", "window_stride", "pad_short", "cell_height", "cell_width")
     latents |= {"views": view_names(config["views"]), "vae": weights_identity(config["model"], "vae")}
@@ -368,6 +379,14 @@ def write_tensors(path, tensors):
 
 def write_json(path, value, indent=None):
     write_atomic(path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode())
+
+
+def cached_box(cache_dir):
+    """The box of a cache's pointmaps, x0 y0 z0 x1 y1 z1 in metres; None where it holds no finished ones."""
+    try:
+        return json.loads(Path(cache_dir, "pointmap/index.json").read_text())["box"]
+    except (OSError, ValueError):
+        return None
 
 
 class LatentCache:

@@ -7,8 +7,10 @@ import contextlib
 import hashlib
 import itertools
 import math
+import sys
 
 import torch
+import transformers
 from diffusers import AutoencoderKLWan
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.autoencoders.vae import DecoderOutput, IdentityDistribution
@@ -165,6 +167,8 @@ def load_text_encoder(model, device="cpu", dtype=torch.bfloat16):
         return None, "random"
     with user_errors(model, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(model, subfolder="tokenizer")
+    if not sys.stderr.isatty():  # a log would keep every state of "Loading weights"
+        transformers.utils.logging.disable_progress_bar()
     with user_errors(model, "text_encoder"):
         text_encoder = UMT5EncoderModel.from_pretrained(model, subfolder="text_encoder", dtype=dtype)
     return tokenizer, text_encoder.to(device).eval().requires_grad_(False)
@@ -172,7 +176,7 @@ def load_text_encoder(model, device="cpu", dtype=torch.bfloat16):
 
 @torch.no_grad()
 def encode_text(tokenizer, text_encoder, prompts, max_text_tokens):
-    """List of n prompts -> embeddings n max_text_tokens d float32, zeros after each prompt's own tokens.
+    """List of n prompts -> embeddings n max_text_tokens d, float32 on the CPU, zeros after a prompt's own tokens.
 
     Prompts are cleaned as diffusers does. Raises UserError if the encoder gives NaN or infinity (it does in float16).
     """
@@ -188,7 +192,7 @@ def encode_text(tokenizer, text_encoder, prompts, max_text_tokens):
         if not hidden.isfinite().all():
             raise UserError(f"text encoder in {text_encoder.dtype}: got NaN or infinity, want bfloat16 or float32")
         # Zero the padding AFTER the encoder: it gives padded positions values, and Wan was trained without them.
-        embeddings.append(hidden * tokens.attention_mask[:, :, None])
+        embeddings.append((hidden * tokens.attention_mask[:, :, None]).cpu())  # all of them may not fit on the GPU
     return torch.cat(embeddings)
 
 

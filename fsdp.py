@@ -27,19 +27,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from configurator import UserError
+from configurator import UserError, remove_folder, replace_folder
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
 
+_attention = []  # the context that orders attention kernels; dropped, it would undo itself
+
 # ----------------------------------------------------------------------------- process group
+
+
+def order_attention_kernels():
+    """cuDNN's attention before PyTorch's own flash kernel, for the whole process."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    _attention.append(sdpa_kernel(order, set_priority=True))
+    _attention[-1].__enter__()
 
 
 def init(device="auto"):
     """Join the process group that torchrun describes, if any -> (rank, world_size, torch.device).
 
     device: "auto" | "cpu" | "cuda". On CUDA attention is set to cuDNN's kernel before PyTorch's own flash kernel for
-    the whole process: measured 1.6 times as fast on an H200, and PyTorch's default order would not take it.
+    the whole process: 1.6 times as fast on an H200, and which of them PyTorch takes by itself differs by version.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,8 +59,7 @@ def init(device="auto"):
             raise UserError("device=cuda: this torch sees no GPU; want device=cpu, or a CUDA build of torch")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        order = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-        sdpa_kernel(list(order), set_priority=True).__enter__()
+        order_attention_kernels()
     device = torch.device(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on tiny models OpenMP's threads spin longer than they work: 3 to 20 times slower
@@ -168,7 +176,7 @@ def wrap_blocks(transformer, checkpointing, compile_blocks):
             contexts = partial(create_selective_checkpoint_contexts, save_attention)
             block = checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
         if compile_blocks:
-            block.compile()
+            block.compile(dynamic=False)  # a few fixed shapes; a dynamic batch would slow all of them
         transformer.blocks[i] = block
     return transformer
 
@@ -327,10 +335,9 @@ def save_checkpoint(out_dir, step, tensors, meta, keep_last):
                 json.dump(meta, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(temporary, final)
+            replace_folder(temporary, final)
             for old in checkpoints(out_dir)[:-keep_last] if keep_last > 0 else []:
-                shutil.rmtree(old, ignore_errors=True)
+                remove_folder(old)
 
 
 def read_meta(path):

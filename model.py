@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from configurator import UserError
+from configurator import UserError, replace_folder
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
 LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
@@ -182,7 +182,8 @@ def velocity(wan, latents, sigma, condition, text):
     if wan.kind == "ti2v":
         gen_mask = generated_mask(wan, latents, condition)
         timestep = (gen_mask[:, 0, :, ::2, ::2] * timestep.view(b, 1, 1, 1)).flatten(1)  # b n: 0 for given tokens
-    with torch.autocast(latents.device.type, wan.dtype, enabled=wan.dtype != torch.float32):
+    # no weight cache: a weight is used once, and in full fine-tuning the cache would hold a bf16 copy of every one
+    with torch.autocast(latents.device.type, wan.dtype, enabled=wan.dtype != torch.float32, cache_enabled=False):
         output = expert(model_input.to(wan.dtype), timestep, text.to(wan.dtype), return_dict=False)[0]
     return output.float()
 
@@ -343,8 +344,7 @@ def export_lora(folder, adapters, rank, alpha, targets):
                                       weight_name=f"{LORA_FILES[expert]}.safetensors",
                                       transformer_lora_adapter_metadata=metadata)  # fmt: skip
         save_file(comfyui_tensors(tensors, alpha), f"{temporary}/comfyui_{LORA_FILES[expert]}.safetensors")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    replace_folder(temporary, folder)
 
 
 def has_lora(folder, expert):
@@ -402,5 +402,4 @@ def export_model(folder, wan, state_dicts):
         save_torch_state_dict(state_dict, target, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
         with open(os.path.join(target, "config.json"), "w") as file:
             json.dump({"_class_name": "WanTransformer3DModel", **wan.config}, file, indent=2)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    replace_folder(temporary, folder)

@@ -23,7 +23,11 @@ class MetricsLog:
         self.path = Path(out_dir, "metrics.jsonl")
         kept = [row for row in read_metrics(self.path) if row["step"] <= start_step] if self.path.exists() else []
         self.kept = kept if start_step else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in self.kept))
+        if self.path.exists() and not start_step:
+            self.path.replace(self.path.with_suffix(".jsonl.old"))  # of a run whose checkpoints are gone
+        partial = self.path.with_suffix(".jsonl.tmp")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in self.kept))
+        partial.replace(self.path)
 
     def holds(self, step, prefix):
         """Whether the log that a run resumes with has a key with this prefix at a step."""

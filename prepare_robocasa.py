@@ -37,6 +37,7 @@ from data import (
     check_sizes,
     fingerprint_differences,
     fingerprints,
+    parse_box,
     point_cell,
     rgb_cell,
     view_names,
@@ -79,17 +80,6 @@ config = configure(globals(), also=("train_i2v_sft.py",))
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("rgb", "pointmap", "condition")
-
-
-def parse_box(text):
-    """ "x0,y0,z0,x1,y1,z1" -> six floats, low corner first; UserError if they are not a box."""
-    try:
-        box = [float(number) for number in text.split(",")]
-    except ValueError:
-        box = []
-    if len(box) != 6 or not all(low < high for low, high in zip(box[:3], box[3:], strict=True)):
-        raise UserError(f"workspace_box={text}: want x0,y0,z0,x1,y1,z1 in metres with x0 < x1, y0 < y1, z0 < z1")
-    return box
 
 
 def sample_points(demos, num_samples=100):
@@ -253,17 +243,26 @@ if rank == 0:
         print(box_line)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# encode: each rank its share of the windows
+# encode: the text, then each rank its share of the windows
 
 fsdp.barrier()  # all have looked at the old state
 with fsdp.all_ranks_agree():
     if rank == 0:
+        # Text first, before a file is touched: minutes, and a missing encoder is not found after hours of VAE.
+        text = None
+        if todo.get("condition/text"):
+            tokenizer, text_encoder = encoders.load_text_encoder(model, device, DTYPES[text_dtype])
+            text = encoders.encode_text(tokenizer, text_encoder, prompts, max_text_tokens)  # prompts n d
+            del tokenizer, text_encoder
         for unit in todo:
             # The fingerprint goes last, so that a kill in between leaves a unit that is still known to be stale.
             patterns = ("*.tmp*", "index.json", "*.safetensors", "fingerprint.json") if unit in rebuild else ("*.tmp*",)
             for path in [path for pattern in patterns for path in (root / unit).glob(pattern)]:
                 path.unlink()
             write_json(root / unit / "fingerprint.json", units[unit], indent=1)
+        if text is not None:
+            write_tensors(root / "condition/text/embeddings.safetensors", {"text": text.to(DTYPES[cache_dtype])})
+            print(f"condition/text: {len(prompts)} prompts, {text.shape[1]} tokens of {text.shape[2]} numbers")
 
 
 def cells(unit, window):
@@ -307,16 +306,9 @@ for unit in todo:
 fsdp.barrier()
 
 # ----------------------------------------------------------------------------------------------------------------------
-# text, the floor of the point error, and the indices that make the units valid
+# the floor of the point error, and the indices that make the units valid
 
 with fsdp.all_ranks_agree():
-    if rank == 0 and todo.get("condition/text"):
-        tokenizer, text_encoder = encoders.load_text_encoder(model, device, DTYPES[text_dtype])
-        text = encoders.encode_text(tokenizer, text_encoder, prompts, max_text_tokens)  # prompts n d
-        path = root / "condition/text/embeddings.safetensors"
-        write_tensors(path, {"text": text.to(DTYPES[cache_dtype])})
-        print(f"condition/text: {len(prompts)} prompts, {text.shape[1]} tokens of {text.shape[2]} numbers")
-
     for unit in todo if rank == 0 else ():
         if not todo[unit] and (root / unit / "index.json").exists():
             continue

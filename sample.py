@@ -39,7 +39,8 @@ prompt = ""  # "": the demo's own
 negative_prompt = ""  # unconditional text
 views = "robot0_agentview_left,robot0_agentview_right"  # cameras of the demo, side by side in this order
 pointmaps = False  # HCPT: a pointmap row under the RGB row; wants a demo
-workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres for the pointmaps; "": the checkpoint's
+workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres for the pointmaps; "": the checkpoint's, else the cache's
+cache_dir = ""  # of the training: the box of its pointmaps is used
 cell_height = 16  # pixels of one view
 cell_width = 16  # pixels
 num_frames = 5  # frames, 4n+1
@@ -80,9 +81,13 @@ with fsdp.all_ranks_agree():
         raise UserError(f"images={images!r}, demo={demo!r}: want either images (one a view) or a demo of data")
     box = None
     if pointmaps:
-        box = robot_data.parse_box(workspace_box) if workspace_box else meta.get("box")
+        if workspace_box:
+            box = robot_data.parse_box(workspace_box)
+        else:
+            box = meta.get("box") or (robot_data.cached_box(cache_dir) if cache_dir else None)
         if box is None or images:
-            raise UserError("pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one")
+            raise UserError("pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one, or the "
+                            f"training's cache (got cache_dir={cache_dir!r})")  # fmt: skip
     if demo:
         demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
         if demo not in demos.num_frames:

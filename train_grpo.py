@@ -24,6 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from tqdm import tqdm
 
@@ -69,7 +70,7 @@ noise_level = 0.7  # of the stochastic steps
 num_sde_steps = 2  # steps in a row that are stochastic and trained; the others are ODE steps
 sde_window = (0, 5)  # first and last+1 step they may be, drawn once an iteration for all
 guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
-guidance_scale_2 = 1.0  # of the low-noise expert; 0: not set (an error for two experts)
+guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two experts
 cfg_batched = False  # both passes of guidance as one batch
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
 decode_batch = 72  # videos decoded at a time
@@ -175,7 +176,7 @@ with fsdp.all_ranks_agree():
             if alpha != lora_alpha:
                 raise UserError(f"lora_alpha={lora_alpha:g}: {init_lora} was trained with {alpha:g}, want the same")
     z_dim, stride = encoders.latent_geometry(model)
-    check_sizes(num_frames, height, width, stride)
+    check_sizes(num_frames, height, width, stride, names=("height", "width"))
     if "low" in wan.expert_names and not guidance_scale_2:
         raise UserError("guidance_scale_2=0: two experts want the low-noise expert's guidance too, e.g. 3.5")
     guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2 or guidance_scale,
@@ -191,12 +192,19 @@ with fsdp.all_ranks_agree():
     if meta:
         fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
 
+with fsdp.all_ranks_agree():
+    mesh = fsdp.make_mesh(device, dp_replicate)
 sigmas = rollout.sigma_grid(num_steps, shift)
 eval_sigmas = rollout.sigma_grid(num_eval_steps, shift)
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])
 say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {wan_model.count_parameters(wan.config):,} parameters, "
     f"boundary {wan.boundary_ratio}, guidance {guidance_scale:g} (high) "
     f"{guidance['guidance_scale_2']:g} (low)")  # fmt: skip
+estimate = wan_model.estimate_memory(
+    wan.config, wan_model.num_tokens(latent_shape) * rollout_batch * (1 + (guidance_scale != 1)), len(wan.expert_names),
+    world_size // dp_replicate, wan.dtype, lora_rank, lora_targets, checkpointing)  # fmt: skip
+say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU in training, without VAE and rewards: weights "
+    f"{estimate['weights']:.1f}, trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")
 say(f"grid       {num_steps} steps, shift {shift:g}: " + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
 say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise level {noise_level:g} in "
     f"{num_sde_steps} steps of {sde_window}, {wan_model.num_tokens(latent_shape):,} tokens a video, "
@@ -210,8 +218,10 @@ with fsdp.all_ranks_agree():
     train_rewards = {name: all_rewards[name] for name, _ in weights}
 tokenizer, text_encoder = encoders.load_text_encoder(model, device)
 distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
-embeddings = encoders.encode_text(tokenizer, text_encoder, distinct, max_text_tokens).to("cpu", wan.dtype)
-text_of = dict(zip(distinct, embeddings, strict=True))  # prompt -> n d
+text_of = {}  # prompt -> its own tokens, n d: the zeros after them would be 4 MB a prompt
+for prompt in tqdm(distinct, desc="text", leave=False, disable=None if is_main else True):
+    embedding = encoders.encode_text(tokenizer, text_encoder, [prompt], max_text_tokens)[0].cpu()
+    text_of[prompt] = embedding[: int(embedding.any(-1).sum())].to(wan.dtype)
 del tokenizer, text_encoder
 vae = encoders.load_vae(model, device, getattr(torch, vae_dtype))
 
@@ -223,8 +233,9 @@ def conditions(prompts, indices):
         images = {i: prompts.image(i)[None].to(device) for i in set(indices)}
         encoded = {i: encoders.encode_condition(vae, image, num_frames, wan.kind) for i, image in images.items()}
         condition = torch.cat([encoded[i] for i in indices])
-    text = torch.stack([text_of[prompts.prompts[i]] for i in indices]).to(device)
-    return condition, text, text_of[negative_prompt][None].to(device)
+    text = [text_of[prompts.prompts[i]] for i in indices] + [text_of[negative_prompt]]
+    text = torch.stack([F.pad(x, (0, 0, 0, max_text_tokens - len(x))) for x in text]).to(device)  # b+1 n d
+    return condition, text[:-1], text[-1:]
 
 
 def decode(latents):
@@ -234,10 +245,6 @@ def decode(latents):
 
 
 # ----------------------------------------------------------------------------- model, LoRA, sharding
-with fsdp.all_ranks_agree():
-    mesh = fsdp.make_mesh(device, dp_replicate)
-
-
 def load_experts(trainable):
     """{expert: sharded transformer}; trainable with adapters (or all weights), or frozen."""
     loaded = {}
@@ -282,12 +289,24 @@ def now():
     return time.perf_counter()
 
 
-def roll_out(iteration, window, seconds):
+def end_phase(name, started, spent):
+    """Add to a phase the seconds since `started` and the GPU's peak GiB since the last call -> the time now."""
+    seconds, peak = spent.get(name, (0.0, 0.0))
+    if device.type == "cuda":
+        peak = max(peak, torch.cuda.max_memory_allocated() / 2**30)
+        torch.cuda.reset_peak_memory_stats()
+    spent[name] = seconds + now() - started, peak
+    return now()
+
+
+def roll_out(iteration, window, spent):
     """This rank's share of an iteration's videos, scored -> list of rollout.Record, or None where SIGTERM came.
 
-    Adds to seconds["roll" | "decode" | "reward"].
+    Adds to spent["roll" | "decode" | "reward"].
     """
     prompt_indices = group_indices(len(train_prompts.prompts), prompts_per_iteration, iteration, seed)
+    if len(set(prompt_indices)) < prompts_per_iteration:
+        raise RuntimeError(f"a prompt stands twice in iteration {iteration}: {prompt_indices}")
     records = []
     starts = range(rank * videos_each, (rank + 1) * videos_each, rollout_batch)
     for start in tqdm(starts, desc="rollout", leave=False, disable=None if is_main else True):
@@ -303,16 +322,19 @@ def roll_out(iteration, window, seconds):
         latents, transitions = rollout.sample(wan, noise, condition, text, negative_text, sigmas, **guidance,
                                               law=law, noise_level=noise_level, window=window,
                                               generators=generators)  # fmt: skip
+        started = end_phase("roll", started, spent)
+        with fsdp.all_ranks_agree():
+            if not latents.isfinite().all():
+                raise UserError(f"iteration {iteration}: got NaN or infinity in a rollout of "
+                                f"{train_prompts.prompts[prompt_of[0]]!r}: lower lr or noise_level")  # fmt: skip
         if wan.kind == "ti2v" and not torch.equal(latents[:, :, :1], condition):
             raise RuntimeError("the given frame changed in the rollout")
-        rolled = now()
         pixels = decode(latents)
-        decoded = now()
+        started = end_phase("decode", started, spent)
         with fsdp.all_ranks_agree():
             scores = reward.score(train_rewards, pixels, [train_prompts.prompts[i] for i in prompt_of],
                                   [train_prompts.metadata[i] for i in prompt_of])  # fmt: skip
-        for name, spent in dict(roll=rolled - started, decode=decoded - rolled, reward=now() - decoded).items():
-            seconds[name] = seconds.get(name, 0.0) + spent
+        end_phase("reward", started, spent)
         on_cpu = [x.cpu() if x is not None else None for x in (condition, text, negative_text)]
         records.append(rollout.Record(videos, *on_cpu, transitions, scores))
     return records
@@ -372,6 +394,8 @@ def check_first_ratio(records):
     drift = [((score(wan, record, t)[2] - t.log_prob.to(device)).exp() - 1).abs().max().item()
              for t in record.transitions]  # fmt: skip
     drift = fsdp.reduce_max(drift)
+    say(f"self-check {prompts_per_iteration} different prompts, whole groups of {group_size}"
+        + (", the given frame unchanged" if wan.kind == "ti2v" else ""))  # fmt: skip
     say("self-check ratio of the first update: 1 +- "
         + ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(drift, record.transitions, strict=True))
         + f"; clip_range {clip_range:g}")  # fmt: skip
@@ -385,10 +409,12 @@ def check_reference(record):
     expert = wan_model.route(wan.boundary_ratio, sigmas[record.transitions[0].step].view(1))
     sizes = [fsdp.full_tensor(p.detach().abs().sum()).item() for name, p in parameters.items()
              if name.startswith(f"{expert}.") and "lora_B" in name]  # fmt: skip
+    torch.compiler.set_stance("force_eager")  # compiled with and without adapters, the same numbers round differently
     with torch.no_grad():
         mean = score(wan, record, record.transitions[0])[0]
         with wan_model.adapters_off(wan):
             difference = (score(wan, record, record.transitions[0])[0] - mean).abs().max().item()
+    torch.compiler.set_stance("default")
     difference = fsdp.reduce_max([difference])[0]
     trained_before = sum(sizes) > 0  # of this expert, which may never have been in a window yet
     say(f"self-check adapters off against on: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
@@ -448,19 +474,19 @@ elif due(eval_interval, start_iteration):  # interrupted in it?
 
 for iteration in range(start_iteration, max_iterations):
     # 1. roll out and score: an SDE inside the window, the flow's ODE outside
-    seconds = {}
+    spent = {}  # phase -> seconds, peak GiB
     window = rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
-    records = roll_out(iteration, window, seconds)
+    records = roll_out(iteration, window, spent)
     if records is None:
         save(iteration)  # nothing has been trained on this iteration's videos yet
         say("stopped: SIGTERM; the same command resumes")
         break
     started = now()
-    if recompute_log_prob:
-        with torch.no_grad():
-            for record in records:
-                for t in record.transitions:
-                    t.mean, _, t.log_prob, _ = (x.cpu() if torch.is_tensor(x) else x for x in score(wan, record, t))
+    if recompute_log_prob:  # with gradients switched on, as in training: the sampler's kernels may be others
+        for record in records:
+            for t in record.transitions:
+                mean, _, log_prob, _ = score(wan, record, t)
+                t.mean, t.log_prob = mean.detach().cpu(), log_prob.detach().cpu()
     if iteration == start_iteration:
         check_first_ratio(records)
         if lora_rank:
@@ -496,28 +522,30 @@ for iteration in range(start_iteration, max_iterations):
                 logged["grad_norm"].append(grad_norm)
             optimizer.zero_grad(set_to_none=True)
             skipped_steps, bad_steps = skipped_steps + (not finite), 0 if finite else bad_steps + 1
-            if bad_steps >= max_bad_steps:
-                raise UserError(f"{bad_steps} non-finite steps in a row, now in iteration {iteration}: lower lr")
+            with fsdp.all_ranks_agree():
+                if bad_steps >= max_bad_steps:
+                    raise UserError(f"{bad_steps} non-finite steps in a row, now in iteration {iteration}: lower lr")
     if ema and (iteration + 1) % ema_interval == 0:
         ema.update()
 
     # 4. log, evaluate, save
-    done, seconds["train"] = iteration + 1, now() - started
+    end_phase("train", started, spent)
+    done = iteration + 1
     means = {name: float(np.mean(values)) for name, values in logged.items() if values}
     means = {name: total / world_size for name, total in zip(means, fsdp.reduce_sum(list(means.values())), strict=True)}
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
                skipped_steps=skipped_steps)  # fmt: skip
-    row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
+    for name, (seconds, peak) in spent.items():
+        row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})
     row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}
     kl = f" | kl {row['kl']:.1e}" if "kl" in row else ""
     line = (f"step {done:03d}/{max_iterations} | reward {row['reward']:.3f} +- {row['reward_std']:.3f}"
             f" | ratio {row['ratio']:.4f} | clip {row['clip_fraction']:.2f}{kl}"
             f" | gnorm {row.get('grad_norm', math.nan):.1e} | "
-            + " ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items()))  # fmt: skip
+            + " ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in spent.items()))  # fmt: skip
     if device.type == "cuda":
-        row["gb"] = torch.cuda.max_memory_allocated() / 2**30
-        line += f" | {row['gb']:.1f} GiB"
+        line += " | " + " ".join(f"{name} {peak:.1f}" for name, (_, peak) in spent.items()) + " GiB"
     say(line)
     if is_main:
         metrics.write(row)

@@ -13,6 +13,7 @@ The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the R
 
 import math
 import os
+import signal
 import time
 from contextlib import nullcontext
 
@@ -236,14 +237,15 @@ def indices_from(step):
 # ----------------------------------------------------------------------------- model, LoRA, sharding
 loaded = wan.expert_names if num_val_videos > 0 else trained
 for expert in loaded:
-    transformer = wan_model.load_transformer(wan, expert, device, torch_dtype if lora_rank else torch.float32, seed)
+    full = expert in trained and not lora_rank
+    transformer = wan_model.load_transformer(wan, expert, device, torch.float32 if full else torch_dtype, seed)
     if expert in trained and lora_rank:
         torch.manual_seed(seed)  # A is drawn, the same on all ranks; B is 0
         wan_model.add_lora(transformer, lora_rank, lora_alpha, lora_targets)
         if init_lora and not checkpoint:
             tensors, *_ = wan_model.read_lora(init_lora, expert)
             wan_model.load_lora(transformer, tensors, init_lora)
-    elif expert in trained:
+    elif full:
         transformer.requires_grad_(True)
     transformer.to(device)
     fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
@@ -311,10 +313,14 @@ def save(step):
 
 
 # ----------------------------------------------------------------------------- the loop
-loader = DataLoader(Clips(), batch_sampler=indices_from(start_step), num_workers=num_workers, collate_fn=list,
-                    persistent_workers=num_workers > 0)  # fmt: skip
+loader = DataLoader(
+    Clips(), batch_sampler=indices_from(start_step), num_workers=num_workers, collate_fn=list,
+    persistent_workers=num_workers > 0, multiprocessing_context="fork" if num_workers else None,
+    worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN),  # a scheduler signals them too
+)  # fmt: skip
 batches = iter(loader)
 bad_steps = 0
+bins = torch.zeros(2, 5, dtype=torch.float64)  # sum and number of clip losses since the last line, by fifths of sigma
 if start_step == 0 and eval_interval:
     evaluate(0, videos=False)
 elif start_step and due(eval_interval, start_step):  # interrupted in it?
@@ -343,6 +349,9 @@ for step in range(start_step, max_steps):
         error = validate.velocity_error(wan, latents, noise, sigma, condition, text)  # b
         (error.mean() / grad_accum).backward()
         sample_losses |= zip(rank_slice(micro), error.tolist(), strict=True)
+        fifth = (5 * sigma).long().clamp(max=4)
+        bins[0].index_add_(0, fifth, error.detach().double().cpu())
+        bins[1].index_add_(0, fifth, torch.ones(len(fifth), dtype=torch.float64))
         step_sigma += sigma.mean().item() / grad_accum
 
     grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
@@ -373,6 +382,9 @@ for step in range(start_step, max_steps):
         ms = 1000 * (time.time() - started)
         row = dict(step=done, expert=expert, loss=step_loss, sigma=step_sigma, grad_norm=grad_norm, lr=lr_at(step),
                    ms=ms, load_ms=1000 * loading, skipped_steps=skipped_steps)  # fmt: skip
+        sums, counts = torch.tensor(fsdp.reduce_sum(bins.flatten().tolist())).view(2, 5).tolist()
+        row |= {f"loss/sigma {k / 5:.1f}-{(k + 1) / 5:.1f}": sums[k] / counts[k] for k in range(5) if counts[k]}
+        bins.zero_()
         line = (f"step {done:04d}/{max_steps} | {expert:6s} | loss {step_loss:.4f} | sigma {step_sigma:.2f}"
                 f" | gnorm {grad_norm:.2f} | lr {lr_at(step):.1e} | {ms:.0f} ms")  # fmt: skip
         if device.type == "cuda":

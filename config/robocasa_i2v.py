@@ -1,5 +1,5 @@
 # The robot recipe: Wan2.2-I2V-A14B on RoboCasa, two views, RGB over pointmaps (HCPT), LoRA rank 64 on both experts.
-# 54,432 tokens a clip; on two H200s or more (98 GB of activations and 57 GB / GPUs of weights on each).
+# 54,432 tokens a clip; 72 GiB of activations on each GPU, and 57 GB of weights shared by the GPUs of a copy.
 model = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
 data = "demo.hdf5"  # RoboCasa HDF5 with <view>_depth, _intrinsics and _extrinsics
 cache_dir = "out/cache_robocasa"

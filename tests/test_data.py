@@ -201,6 +201,24 @@ def test_sizes():
         data.check_sizes(81, 432, 216, (4, 8, 8))
     with pytest.raises(UserError, match=r"num_frames=80: want 4n\+1 \(77 or 81\)"):
         data.check_sizes(80, 432, 384, (4, 8, 8))
+    with pytest.raises(UserError, match=r"^height=440: want a multiple of 16"):
+        data.check_sizes(81, 440, 384, (4, 8, 8), names=("height", "width"))
+    with pytest.raises(UserError, match=r"^width=216: want a multiple of 16"):
+        data.check_sizes(81, 432, 216, (4, 8, 8), names=("height", "width"))
+
+
+def test_boxes(tmp_path):
+    assert data.parse_box("-1, 0,0.5,1,2,3") == [-1, 0, 0.5, 1, 2, 3]
+    for text in ("0,0,0,1,1", "0,0,0,1,1,0", "0,0,0,1,1,x"):
+        with pytest.raises(UserError, match=f"workspace_box={text}: want x0,y0,z0,x1,y1,z1"):
+            data.parse_box(text)
+    index = tmp_path / "pointmap/index.json"
+    data.write_json(index, {"box": [0, 0, 0, 1, 1, 1]})
+    assert data.cached_box(tmp_path) == [0, 0, 0, 1, 1, 1]
+    index.write_text("{")
+    assert data.cached_box(tmp_path) is None
+    index.unlink()
+    assert data.cached_box(tmp_path) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ geometry

@@ -1,5 +1,8 @@
+import sys
+
 import pytest
 import torch
+import transformers
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanPipeline
 
 import encoders
@@ -96,6 +99,30 @@ def test_text_equals_the_pipeline(text_folder, dtype):
     torch.testing.assert_close(embeddings, expected.float(), atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-5)
     assert embeddings[0, 6:].abs().max() == 0 and embeddings[0, :6].abs().sum(-1).min() > 0  # five words and </s>
     assert embeddings[1, 1:].abs().max() == 0  # the empty prompt is </s> alone
+
+
+def test_text_leaves_the_device_batch_by_batch(text_folder, monkeypatch):
+    tokenizer, text_encoder = encoders.load_text_encoder(text_folder)
+    moved, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tuple(tensor.shape)) or cpu(tensor))
+    embeddings = encoders.encode_text(tokenizer, text_encoder, ["a red ball"] * 20, 8)
+    assert moved == [(16, 8, 64), (4, 8, 64)]
+    assert embeddings.shape == (20, 8, 64) and embeddings.device.type == "cpu"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
+def test_text_of_a_gpu_comes_back_to_the_cpu(text_folder):
+    embeddings = encoders.encode_text(*encoders.load_text_encoder(text_folder, "cuda"), ["a red ball"] * 20, 8)
+    assert embeddings.device.type == "cpu"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_loading_bar_without_a_terminal(text_folder, monkeypatch, capsys, terminal):
+    transformers.utils.logging.enable_progress_bar()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    encoders.load_text_encoder(text_folder)
+    assert ("Loading weights" in capsys.readouterr().err) is terminal
+    transformers.utils.logging.disable_progress_bar()
 
 
 def test_text_encoder_that_overflows_is_refused(text_folder):

@@ -3,6 +3,7 @@
 The two ranks are started once (a start costs seconds of imports); what they find is stored in files and asserted here.
 """
 
+import gc
 import json
 import os
 import resource
@@ -16,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.nn.attention import SDPBackend
 
+import configurator
 import fsdp
 import model as wan_model
 import rollout
@@ -447,3 +450,25 @@ def test_a_disk_that_refuses_writes_is_one_line_and_the_last_checkpoint_stays(tm
 
 if __name__ == "__main__":
     two_ranks(sys.argv[1])
+
+
+def test_cudnn_attention_comes_first_and_stays_first():
+    fsdp.order_attention_kernels()
+    gc.collect()
+    try:
+        assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.CUDNN_ATTENTION
+    finally:
+        fsdp._attention.pop().__exit__(None, None, None)
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    new, final = tmp_path / "new", tmp_path / "final"
+    for folder, content in ((new, "new"), (final, "old")):
+        folder.mkdir()
+        (folder / "file").write_text(content)
+    seen = []
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (seen.append(final.exists()), rmtree(*a, **k)))
+    configurator.replace_folder(new, final)
+    assert (final / "file").read_text() == "new" and sorted(p.name for p in tmp_path.iterdir()) == ["final"]
+    assert seen[-1] is False  # it is not removed under its own name

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 QUICK = dict(rewards="first_frame:1.0", eval_rewards="smoothness:1.0", prompts_per_iteration=3, group_size=4,
              rollout_batch=6, decode_batch=12, num_steps=4, num_sde_steps=2, sde_window="(0,3)", num_eval_samples=2,
              num_eval_videos=0, num_eval_steps=2, eval_interval=0, save_interval=0, max_iterations=2, lora_rank=4,
-             lora_alpha=8, lr=1e-3)  # fmt: skip
+             lora_alpha=8, lr=1e-3, guidance_scale_2=1)  # fmt: skip
 STRAIGHT = QUICK | dict(max_iterations=4, eval_interval=2, save_interval=1, keep_last=0, ema_decay=0.8, kl_beta=0.1,
                         num_inner_epochs=2, num_minibatches=2, lr=1e-2, num_eval_videos=1)  # fmt: skip
 GUIDED = dict(guidance_scale=3.0, guidance_scale_2=2.0, negative_prompt="dark")

@@ -279,6 +279,45 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(prepare, tmp_path, monke
     assert LatentCache(prepare()["config"], "i2v").train  # it continues
 
 
+def test_a_missing_text_encoder_is_found_before_the_vae(world, prepare, tmp_path, monkeypatch):
+    used = []
+    for name in ("load_vae", "load_text_encoder"):
+        real = getattr(encoders, name)
+        monkeypatch.setattr(encoders, name, lambda *args, n=name, real=real: used.append(n) or real(*args))
+    shutil.copytree(world / "i2v", tmp_path / "model")
+    shutil.rmtree(tmp_path / "model/text_encoder")
+    with pytest.raises(UserError, match="can't load its text_encoder"):
+        prepare(model=tmp_path / "model")
+    assert used == ["load_text_encoder"]
+    assert not (tmp_path / "cache").exists()
+
+    prepare()
+    text = contents(tmp_path / "cache/condition/text")
+    shutil.rmtree(tmp_path / "cache")
+    assert LatentCache(prepare(parts="rgb") and prepare(parts="condition")["config"], "i2v").train
+    assert contents(tmp_path / "cache/condition/text") == text
+
+    # Killed among the windows: the text is there already, and is kept.
+    (tmp_path / "cache/condition/text/index.json").unlink()
+    (tmp_path / "cache/condition/rgb/demo_4_00000.safetensors").unlink()
+    used.clear()
+    assert LatentCache(prepare()["config"], "i2v").train
+    assert used == ["load_vae"]
+    assert contents(tmp_path / "cache/condition/text") == text
+
+    # A rebuild that fails leaves what was there.
+    before = contents(tmp_path / "cache")
+    with pytest.raises(UserError, match="can't load its text_encoder"):
+        prepare(model=tmp_path / "model", force=True)
+    assert contents(tmp_path / "cache") == before
+
+
+def test_a_cache_opens_without_its_recordings(prepare, tmp_path):
+    config = prepare()["config"]
+    cache = LatentCache(trainer_settings(config, data=str(tmp_path / "gone/robot.hdf5")), "i2v")
+    assert cache.sample(cache.train[0])["latents"].shape == (16, 2, 4, 8)
+
+
 def test_inspection(world, prepare, tmp_path, capsys):
     with pytest.raises(SystemExit) as leave:
         prepare(inspect=True, model="none")  # looks at recordings alone
