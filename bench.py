@@ -67,12 +67,7 @@ def synchronize():
 def measure(plain):
     """-> (seconds of each timed step, peak GiB, seconds of the first step)."""
     for expert in wan.expert_names:
-        transformer = wan_model.load_transformer(wan, expert, device, wan.dtype if lora_rank else torch.float32)
-        if lora_rank:
-            wan_model.add_lora(transformer, lora_rank, lora_rank, lora_targets)
-        else:
-            transformer.requires_grad_(True)
-        transformer.to(device)
+        transformer = wan_model.load_expert(wan, expert, device, 0, True, lora_rank, lora_rank, lora_targets)
         if plain:
             transformer.enable_gradient_checkpointing()
         else:

@@ -78,8 +78,9 @@ def barrier():
 
 
 def cleanup():
-    """Leave the process group."""
+    """Leave the process group, all ranks together: one that ends early can take its peers' connections with it."""
     if dist.is_initialized():
+        barrier()
         dist.destroy_process_group()
 
 

@@ -264,6 +264,34 @@ def add_lora(transformer, rank, alpha, targets):
     return transformer
 
 
+def check_lora(wan, experts, rank, alpha, targets, init_lora):
+    """UserError for wrong targets, or adapters to start from that don't fit: on the meta device, before loading."""
+    if init_lora and not rank:
+        raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
+    for expert in experts if rank else ():
+        with torch.device("meta"):
+            skeleton = add_lora(WanTransformer3DModel.from_config(wan.config), rank, alpha, targets)
+        if init_lora:
+            tensors, _, trained_alpha, _ = read_lora(init_lora, expert)
+            load_lora(skeleton, tensors, init_lora)
+            if trained_alpha != alpha:
+                raise UserError(f"lora_alpha={alpha:g}: {init_lora} was trained with {trained_alpha:g}, want the same")
+
+
+def load_expert(wan, expert, device, seed, trainable, rank, alpha, targets, init_lora=""):
+    """-> the expert's transformer on the device: with float32 adapters to train, all float32 (rank 0), or frozen."""
+    full = trainable and not rank
+    transformer = load_transformer(wan, expert, device, torch.float32 if full else wan.dtype, seed)
+    if full:
+        transformer.requires_grad_(True)
+    elif trainable:
+        torch.manual_seed(seed)  # A is drawn, the same on all ranks; B is 0
+        add_lora(transformer, rank, alpha, targets)
+        if init_lora:
+            load_lora(transformer, read_lora(init_lora, expert)[0], init_lora)
+    return transformer.to(device)
+
+
 def trainable_parameters(wan):
     """{"high.blocks.0.attn1.to_q.lora_A.default.weight": parameter, ...} of all experts, wrapper names removed."""
     return {

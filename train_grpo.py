@@ -25,7 +25,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import WanTransformer3DModel
 from tqdm import tqdm
 
 import encoders
@@ -164,17 +163,7 @@ with fsdp.all_ranks_agree():
         raise UserError("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
-    if init_lora and not lora_rank:
-        raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
-    for expert in wan.expert_names if lora_rank else ():  # on the meta device: found before anything is loaded
-        with torch.device("meta"):
-            skeleton = WanTransformer3DModel.from_config(wan.config)
-            wan_model.add_lora(skeleton, lora_rank, lora_alpha, lora_targets)
-        if init_lora:
-            tensors, _, alpha, _ = wan_model.read_lora(init_lora, expert)
-            wan_model.load_lora(skeleton, tensors, init_lora)
-            if alpha != lora_alpha:
-                raise UserError(f"lora_alpha={lora_alpha:g}: {init_lora} was trained with {alpha:g}, want the same")
+    wan_model.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     if "low" in wan.expert_names and not guidance_scale_2:
@@ -249,15 +238,9 @@ def load_experts(trainable):
     """{expert: sharded transformer}; trainable with adapters (or all weights), or frozen."""
     loaded = {}
     for expert in wan.expert_names:
-        transformer = wan_model.load_transformer(wan, expert, device, wan.dtype if lora_rank else torch.float32, seed)
-        if trainable and lora_rank:
-            torch.manual_seed(seed)
-            wan_model.add_lora(transformer, lora_rank, lora_alpha, lora_targets)
-            if init_lora and not checkpoint:
-                wan_model.load_lora(transformer, wan_model.read_lora(init_lora, expert)[0], init_lora)
-        elif trainable:
-            transformer.requires_grad_(True)
-        fsdp.wrap_blocks(transformer.to(device), checkpointing, compile_blocks)
+        transformer = wan_model.load_expert(wan, expert, device, seed, trainable, lora_rank, lora_alpha, lora_targets,
+                                            init_lora if not checkpoint else "")  # fmt: skip
+        fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
         loaded[expert] = fsdp.shard(transformer, mesh)
     return loaded
 

@@ -18,7 +18,6 @@ import time
 from contextlib import nullcontext
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch.utils.data import DataLoader
 
 import data as robot_data
@@ -137,17 +136,7 @@ with fsdp.all_ranks_agree():
         raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
                         + ("" if "single" in wan.expert_names else ", high or low"))  # fmt: skip
     trained = wan.expert_names if experts == "both" else (experts,)
-    if init_lora and not lora_rank:
-        raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
-    for expert in trained if lora_rank else ():  # on the meta device: a wrong target or adapter is found before loading
-        with torch.device("meta"):
-            skeleton = WanTransformer3DModel.from_config(wan.config)
-            wan_model.add_lora(skeleton, lora_rank, lora_alpha, lora_targets)
-        if init_lora:
-            tensors, _, alpha, _ = wan_model.read_lora(init_lora, expert)
-            wan_model.load_lora(skeleton, tensors, init_lora)
-            if alpha != lora_alpha:
-                raise UserError(f"lora_alpha={lora_alpha:g}: {init_lora} was trained with {alpha:g}, want the same")
+    wan_model.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
@@ -237,17 +226,8 @@ def indices_from(step):
 # ----------------------------------------------------------------------------- model, LoRA, sharding
 loaded = wan.expert_names if num_val_videos > 0 else trained
 for expert in loaded:
-    full = expert in trained and not lora_rank
-    transformer = wan_model.load_transformer(wan, expert, device, torch.float32 if full else torch_dtype, seed)
-    if expert in trained and lora_rank:
-        torch.manual_seed(seed)  # A is drawn, the same on all ranks; B is 0
-        wan_model.add_lora(transformer, lora_rank, lora_alpha, lora_targets)
-        if init_lora and not checkpoint:
-            tensors, *_ = wan_model.read_lora(init_lora, expert)
-            wan_model.load_lora(transformer, tensors, init_lora)
-    elif full:
-        transformer.requires_grad_(True)
-    transformer.to(device)
+    transformer = wan_model.load_expert(wan, expert, device, seed, expert in trained, lora_rank, lora_alpha,
+                                        lora_targets, init_lora if not checkpoint else "")  # fmt: skip
     fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 parameters = wan_model.trainable_parameters(wan)

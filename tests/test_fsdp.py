@@ -448,10 +448,6 @@ def test_a_disk_that_refuses_writes_is_one_line_and_the_last_checkpoint_stays(tm
         assert os.listdir(tmp_path / "ckpt") == ["step_000001"] and saved_value(tmp_path) == 1
 
 
-if __name__ == "__main__":
-    two_ranks(sys.argv[1])
-
-
 def test_cudnn_attention_comes_first_and_stays_first():
     fsdp.order_attention_kernels()
     gc.collect()
@@ -472,3 +468,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     configurator.replace_folder(new, final)
     assert (final / "file").read_text() == "new" and sorted(p.name for p in tmp_path.iterdir()) == ["final"]
     assert seen[-1] is False  # it is not removed under its own name
+
+
+if __name__ == "__main__":
+    two_ranks(sys.argv[1])

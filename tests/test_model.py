@@ -97,7 +97,7 @@ def test_counts_of_adapters(name, rank, targets, trainable, tensors, total):
     assert f"{expert}.blocks.0.attn1.to_q.lora_A.default.weight" in parameters
     estimate = wan_model.estimate_memory(wan.config, 1000, 1, 2, torch.bfloat16, rank, targets, "selective")
     assert estimate["state"] == trainable * 12 / 2 / 2**30  # gradient and two moments in float32, on two GPUs
-    assert estimate["weights"] == pytest.approx((total - trainable) * 2 / 2 / 1e9)
+    assert estimate["weights"] == pytest.approx((total - trainable) * 2 / 2 / 2**30)
 
 
 def test_describe(checkpoints):
