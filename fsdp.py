@@ -122,7 +122,7 @@ def all_ranks_agree():
 
 
 class Stop:
-    """SIGTERM asks a run to stop: it finishes what must not be torn, saves and leaves; an evaluation ends at once.
+    """SIGTERM or Ctrl-C asks a run to stop: it finishes what it must, saves and leaves; an evaluation ends at once.
 
     torchrun passes SIGTERM on to all ranks, but also sends it to the others when one fails.
     """
@@ -130,8 +130,11 @@ class Stop:
     def __init__(self):
         self.requested = self.at_once = False
         signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
 
-    def _handle(self, *_):
+    def _handle(self, number=signal.SIGTERM, *_):
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C doesn't wait
         self.requested = True
         if self.at_once:
             raise SystemExit(int(dist.is_initialized()))  # torchrun ends the other ranks only where one fails

@@ -171,7 +171,9 @@ def draw_mean(path, runs, prefixes=("eval/", "val_loss/")):
     """Held-out numbers of several runs: each run thin, their mean thick, the last mean and spread (std) printed."""
     logs = [read_metrics(Path(run, "metrics.jsonl")) for run in runs]
     keys = list(dict.fromkeys(key for row in logs[0] for key in row if key.startswith(prefixes)))
-    keys = [key for key in keys if not key.startswith(SIGMA_BIN)]
+    keys = [key for key in keys if not key.startswith(SIGMA_BIN) and all(_series(rows, key).size for rows in logs)]
+    if not keys:
+        sys.exit(f"error: {', '.join(map(str, runs))}: got no held-out number that all of them have")
     figure = Figure(figsize=(5 * len(keys), 3.4), dpi=110, layout="constrained")
     for index, key in enumerate(keys):
         axes = figure.add_subplot(1, len(keys), index + 1, title=key, xlabel="step")

@@ -229,6 +229,8 @@ def parse_rewards(spec, setting="rewards"):
     parsed = []
     for part in (part.strip() for part in spec.split(",")):
         if is_url(part):  # http://host:8000 ends in a port, http://host:8000:1.0 in a weight
+            if re.fullmatch(r"https?://[^/]+/.*:\d+", part):
+                raise UserError(f"{setting}={spec}: got a weight without a dot, want {part}.0")
             name, weight = re.fullmatch(r"(.*?)(?::(-?\d*\.\d*))?", part).groups()
         else:
             name, _, weight = part.partition(":")

@@ -75,6 +75,10 @@ with fsdp.all_ranks_agree():
     if checkpoint and not os.path.isfile(os.path.join(checkpoint, "meta.json")):
         raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
     meta = fsdp.read_meta(checkpoint) if checkpoint else {}
+    for name in ("model", "pointmaps", "views", "cell_height", "cell_width", "num_frames", "shift"):
+        if meta and meta["config"][name] != config[name]:
+            trained_with = meta["config"][name]
+            raise UserError(f"{name}={config[name]}: {checkpoint} was trained with {trained_with}, want the same")
     if lora and not any(wan_model.has_lora(lora, expert) for expert in wan.expert_names):
         raise UserError(f"lora={lora}: no exported adapter for {' or '.join(wan.expert_names)} in it")
     if bool(images) == bool(demo):

@@ -27,9 +27,11 @@ import validate
 from configurator import UserError
 from helpers import (
     ENVIRONMENT,
+    REPOSITORY,
     TORCHRUN,
     assert_same_checkpoint,
     files_of,
+    flags,
     free_ports,
     refusal,
     rows_of,
@@ -575,6 +577,18 @@ def test_reward_rises(train, tmp_path):
 # ----------------------------------------------------------------------------- interruptions
 
 
+KILLED_IN_THE_SECOND_UPDATE = """
+import os, runpy, signal, sys, torch
+clip, calls = torch.nn.utils.clip_grad_norm_, []
+def clip_or_die(*args, **kwargs):
+    calls.append(1)
+    return os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 2 else clip(*args, **kwargs)
+torch.nn.utils.clip_grad_norm_ = clip_or_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_interrupted_anywhere_it_equals_the_uninterrupted_run_bit_for_bit(world, straight, tmp_path, monkeypatch):
     out = tmp_path / "out"
     settings = paths(world) | STRAIGHT | dict(out_dir=out, save_interval=0)
@@ -596,16 +610,9 @@ def test_interrupted_anywhere_it_equals_the_uninterrupted_run_bit_for_bit(world,
         printed = script("train_grpo.py", **settings)[1]
     assert printed.index("eval 002/4") < printed.index("step 003/4") < printed.index("stopped: SIGTERM")
     assert steps() == [1, 2, 3]
-    child = os.fork()
-    if child == 0:  # while the fourth trains: its rollout is lost
-        try:
-            kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            before_call(monkeypatch, torch.nn.utils, "clip_grad_norm_", 2, kill)
-            script("train_grpo.py", **settings)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and steps() == [1, 2, 3]
+    # while the fourth trains: its rollout is lost
+    command = [sys.executable, "-c", KILLED_IN_THE_SECOND_UPDATE, str(REPOSITORY / "train_grpo.py"), *flags(settings)]
+    assert subprocess.run(command, env=ENVIRONMENT, timeout=240).returncode == -signal.SIGKILL and steps() == [1, 2, 3]
     printed = script("train_grpo.py", **settings)[1]
     assert "step_000003: iteration 3" in printed and ", want more than 0" in printed
     assert untimed(out) == untimed(straight)
