@@ -75,6 +75,8 @@ with fsdp.all_ranks_agree():
     if checkpoint and not os.path.isfile(os.path.join(checkpoint, "meta.json")):
         raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
     meta = fsdp.read_meta(checkpoint) if checkpoint else {}
+    if meta and "views" not in meta["config"]:
+        raise UserError(f"checkpoint={checkpoint}: not of train_i2v_sft.py; want --lora= of the run's exported lora/")
     for name in ("model", "pointmaps", "views", "cell_height", "cell_width", "num_frames", "shift"):
         if meta and meta["config"][name] != config[name]:
             trained_with = meta["config"][name]
@@ -103,6 +105,8 @@ with fsdp.all_ranks_agree():
         prompt = prompt or demos.prompt(demo)
         truth, valid = validate.ground_truth(demos, window, config, box, device)
     else:
+        if meta and len(images.split(",")) != len(meta["config"]["views"].split(",")):
+            raise UserError(f"images={images}: want one a view of {checkpoint}: {meta['config']['views']}")
         truth, valid = {}, {}
         for i, path in enumerate(images.split(",")):
             try:
@@ -129,19 +133,13 @@ del tokenizer, text_encoder
 mesh = fsdp.make_mesh(device, 1)
 settings = meta.get("config", {})
 for expert in wan.expert_names:
-    full_run = bool(settings) and not settings["lora_rank"]
-    transformer = wan_model.load_transformer(wan, expert, device, torch.float32 if full_run else wan.dtype)
-    trained = settings.get("experts", "both") in ("both", expert)
-    if lora and wan_model.has_lora(lora, expert):
-        tensors, rank_, alpha, targets = wan_model.read_lora(lora, expert)
-        wan_model.add_lora(transformer, rank_, alpha, targets)
-        wan_model.load_lora(transformer, tensors, lora)
-    elif settings and trained and settings["lora_rank"]:
-        alpha = settings["lora_alpha"] or settings["lora_rank"]
-        wan_model.add_lora(transformer, settings["lora_rank"], alpha, settings["lora_targets"])
-    elif settings and trained:
-        transformer.requires_grad_(True)
-    transformer.to(device)
+    adapter = (0, 0, "")  # rank, alpha, targets
+    trained = bool(settings) and settings.get("experts", "both") in ("both", expert)
+    if trained and settings["lora_rank"]:
+        adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
+    elif lora and wan_model.has_lora(lora, expert):
+        trained, adapter = True, wan_model.read_lora(lora, expert)[1:]
+    transformer = wan_model.load_expert(wan, expert, device, settings.get("seed", 0), trained, *adapter, lora)
     fsdp.wrap_blocks(transformer, "none", compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 if checkpoint:

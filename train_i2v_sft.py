@@ -13,12 +13,11 @@ The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the R
 
 import math
 import os
-import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
-from torch.utils.data import DataLoader
 
 import data as robot_data
 import encoders
@@ -54,7 +53,6 @@ box_percentile = 1.0  # percent of points outside the box on each side
 max_text_tokens = 16  # tokens; Wan 2.2 was trained with 512
 negative_prompt = ""  # unconditional text of classifier-free guidance in validation videos
 keep_in_memory = True  # keep latents after they were read once
-num_workers = 0  # loader processes a rank
 # method
 experts = "both"  # "high" | "low" | "both": which are trained
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
@@ -97,8 +95,8 @@ keep_last = 2  # checkpoints kept; 0: all
 log_interval = 50  # steps between lines
 config = configure(globals(), also=("prepare_robocasa.py",))
 MAY_CHANGE = {  # settings that a resumed run may change
-    "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "num_workers", "max_bad_steps", "eval_interval",
-    "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2",
+    "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "max_bad_steps", "eval_interval", "num_val_windows",
+    "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2",
     "fps", "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops", "save_interval", "keep_last",
     "log_interval", "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
 }  # fmt: skip
@@ -124,7 +122,7 @@ with fsdp.all_ranks_agree():
         raise UserError(f"checkpointing={checkpointing}: want none, full or selective")
     for name, low in dict(batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1,
                           num_val_windows=1, num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1,
-                          log_interval=1, eval_interval=0, save_interval=0, keep_last=0, num_workers=0, lora_rank=0,
+                          log_interval=1, eval_interval=0, save_interval=0, keep_last=0, lora_rank=0,
                           warmup_steps=0, lr=0, shift=0.01, text_dropout=0, ema_decay=0, seed=0).items():  # fmt: skip
         if config[name] < low:
             raise UserError(f"{name}={config[name]}: want at least {low}")
@@ -193,34 +191,24 @@ with fsdp.all_ranks_agree():
         save_config(out_dir, config)  # an out_dir that cannot be written is found here
 
 
-class Clips:
-    """The training windows' latents, read when asked for; with keep_in_memory only the first time."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def __getitem__(self, index):
-        if index in self.kept:
-            return self.kept[index]
-        sample = cache.sample(cache.train[index])
-        if keep_in_memory:
-            self.kept[index] = sample
-        return sample
-
-
 def rank_slice(micro):
     """Positions in a step's global batch that this rank takes in a micro-batch."""
     start = (micro * world_size + rank) * batch_size
     return range(start, start + batch_size)
 
 
-def indices_from(step):
-    """Endless lists of training indices, one a micro-batch, from a step on: the data cursor is the step itself."""
-    while True:
-        batch = robot_data.batch_indices(len(cache.train), global_batch, step, seed)
-        for micro in range(grad_accum):
-            yield [batch[position] for position in rank_slice(micro)]
-        step += 1
+kept = {}  # clips already read, by index
+
+
+def read_clips(micro_step):
+    """This rank's clips of a micro-batch, counted from the first step: the data cursor is the step itself."""
+    step, micro = divmod(micro_step, grad_accum)
+    batch = robot_data.batch_indices(len(cache.train), global_batch, step, seed)
+    indices = [batch[position] for position in rank_slice(micro)]
+    clips = {i: kept[i] if i in kept else cache.sample(cache.train[i]) for i in indices}
+    if keep_in_memory:
+        kept.update(clips)
+    return [clips[i] for i in indices]
 
 
 # ----------------------------------------------------------------------------- model, LoRA, sharding
@@ -293,12 +281,8 @@ def save(step):
 
 
 # ----------------------------------------------------------------------------- the loop
-loader = DataLoader(
-    Clips(), batch_sampler=indices_from(start_step), num_workers=num_workers, collate_fn=list,
-    persistent_workers=num_workers > 0, multiprocessing_context="fork" if num_workers else None,
-    worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN),  # a scheduler signals them too
-)  # fmt: skip
-batches = iter(loader)
+reader = ThreadPoolExecutor(max_workers=1)  # reads the next micro-batch while this one computes
+next_clips = reader.submit(read_clips, start_step * grad_accum)
 bad_steps = 0
 bins = torch.zeros(2, 5, dtype=torch.float64)  # sum and number of clip losses since the last line, by fifths of sigma
 if start_step == 0 and eval_interval:
@@ -315,7 +299,8 @@ for step in range(start_step, max_steps):
     sample_losses, step_sigma, loading = {}, 0.0, 0.0  # the first by position in the global batch
     for micro in range(grad_accum):
         waited = time.time()
-        samples = next(batches)
+        samples = next_clips.result()
+        next_clips = reader.submit(read_clips, step * grad_accum + micro + 1)
         loading += time.time() - waited
         latents, condition, text = robot_data.collate(samples, cache.text, device, validate.gives_frame(wan, config))
 

@@ -15,7 +15,6 @@ negative_prompt = ""
 encode_batch = 1
 cache_dtype = "bfloat16"
 keep_in_memory = False
-num_workers = 2
 
 shift = 5.0
 text_dropout = 0.1

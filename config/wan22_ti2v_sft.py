@@ -13,7 +13,6 @@ max_text_tokens = 512
 encode_batch = 1
 cache_dtype = "bfloat16"
 keep_in_memory = False
-num_workers = 2
 
 shift = 5.0
 lora_rank = 64
