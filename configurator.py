@@ -70,6 +70,16 @@ def configure(namespace, also=()):
     return config
 
 
+def check_values(config, at_least, one_of):
+    """UserError unless each number is at least {name: low} and each string is one of {name: ("a", "b")}."""
+    for name, low in at_least.items():
+        if config[name] < low:
+            raise UserError(f"{name}={config[name]}: want at least {low}")
+    for name, choices in one_of.items():
+        if config[name] not in choices:
+            raise UserError(f"{name}={config[name]}: want {', '.join(choices[:-1])} or {choices[-1]}")
+
+
 def save_config(out_dir, config):
     """Write out_dir/config.json: settings, package versions, python, git commit ("-dirty" if edited, null if none)."""
     record = {

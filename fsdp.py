@@ -216,12 +216,17 @@ def full_tensor(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(tensors):
-    """{name: sharded tensor} -> {name: whole tensor on the CPU} on rank 0, {} elsewhere. Collective."""
+def gather(tensors, wanted=None):
+    """{name: sharded tensor} -> {name: whole tensor on the CPU} on ranks where it's wanted (rank 0), {} elsewhere.
+
+    Collective: all ranks call it.
+    """
+    if wanted is None:
+        wanted = not dist.is_initialized() or dist.get_rank() == 0
     whole = {}
     for name, tensor in tensors.items():
         tensor = full_tensor(tensor.detach())
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if wanted:
             whole[name] = tensor.to("cpu", copy=True)
     return whole
 

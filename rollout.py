@@ -14,14 +14,20 @@ from tqdm import tqdm
 import model as wan_model
 
 
-def seeded(device, *key):
-    """A torch.Generator that is a pure function of a key of non-negative ints, e.g. (seed, step, sample).
+def seed_of(*key):
+    """A 63-bit seed, a pure function of a key of non-negative ints, e.g. (seed, iteration, video).
 
-    Every draw comes from one of these, so that a run doesn't depend on the number of ranks or on interruptions.
     The key's length is part of it: numpy pads keys with zeros, and (seed, step) would be (seed, step, sample 0).
     """
-    seed = int(np.random.SeedSequence([*key, len(key)]).generate_state(1, np.uint64)[0] >> 1)
-    return torch.Generator(device).manual_seed(seed)
+    return int(np.random.SeedSequence([*key, len(key)]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def seeded(device, *key):
+    """A torch.Generator seeded with seed_of(key).
+
+    Every draw comes from one of these, so that a run doesn't depend on the number of ranks or on interruptions.
+    """
+    return torch.Generator(device).manual_seed(seed_of(*key))
 
 
 def randn(shape, *key):
@@ -148,8 +154,8 @@ class Transition:
     step: int  # in the sigma grid
     latents: torch.Tensor  # x, b c f h w
     next_latents: torch.Tensor  # x', b c f h w
-    mean: torch.Tensor  # under the policy that drew it, b c f h w
-    log_prob: torch.Tensor  # of x' under that policy, b
+    mean: torch.Tensor | None  # under the policy that drew it, b c f h w; a server's is told where drift is measured
+    log_prob: torch.Tensor | None  # of x' under that policy, b
 
 
 @dataclass
@@ -159,7 +165,7 @@ class Record:
     videos: range  # positions among all of the iteration's prompts_per_iteration x group_size videos
     condition: torch.Tensor | None  # b c f|1 h w
     text: torch.Tensor  # b n d
-    negative_text: torch.Tensor  # 1 n d
+    negative_text: torch.Tensor | None  # 1 n d
     transitions: list  # one Transition a step of the window
     rewards: dict  # name -> b
 

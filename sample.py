@@ -21,7 +21,7 @@ import model as wan_model
 import rollout
 import validate
 import video
-from configurator import UserError, configure
+from configurator import UserError, check_values, configure
 
 model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME
 lora = ""  # an exported lora/ folder to put on it
@@ -62,11 +62,8 @@ config = configure(globals(), also=("train_i2v_sft.py", "prepare_robocasa.py"))
 rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
     wan = wan_model.describe(model, boundary_ratio)
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
-    for name, low in dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01).items():
-        if config[name] < low:
-            raise UserError(f"{name}={config[name]}: want at least {low}")
+    check_values(config, at_least=dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01),
+                 one_of=dict(dtype=("float32", "bfloat16")))  # fmt: skip
     wan.dtype = getattr(torch, dtype)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)

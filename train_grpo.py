@@ -21,6 +21,7 @@ import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,9 +32,10 @@ import encoders
 import fsdp
 import model as wan_model
 import reward
-import rollout
+import rollout as wan_rollout
+import sglang_client
 import validate
-from configurator import UserError, configure, save_config
+from configurator import UserError, check_values, configure, save_config
 from data import check_sizes
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
@@ -73,6 +75,22 @@ guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two 
 cfg_batched = False  # both passes of guidance as one batch
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
 decode_batch = 72  # videos decoded at a time
+# rollouts by SGLang servers (sglang_client.py, sglang_server.py)
+rollout = "local"  # "local": in this process | "sglang"
+sglang_urls = ""  # servers that run already, http://host:port, comma-separated; or:
+sglang_launch = False  # start one on each node, end it with the run
+sglang_command = ".venv-sglang/bin/sglang serve"  # what starts it
+sglang_args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"
+sglang_port = 30000  # the first of its ports; others are tried when taken
+sglang_devices = ""  # its CUDA_VISIBLE_DEVICES
+trainer_devices = ""  # this process's CUDA_VISIBLE_DEVICES
+sglang_colocated = False  # server and trainer on the same GPUs: its memory is released while training
+sglang_concurrency = 4  # requests in flight a rank
+sglang_timeout = 600.0  # seconds a request may take, and a start
+sglang_retries = 2  # of a request, and restarts of a server
+lora_sync = "disk"  # "disk": by safetensors files that the server sees | "tensor": inside the request, to any machine
+lora_sync_dir = "/dev/shm"  # for "disk"
+drift_interval = 50  # iterations between comparisons of the server's velocity with the trainer's
 # optimisation
 lora_rank = 16  # 0: full fine-tuning
 lora_alpha = 32.0  # scale alpha / rank
@@ -89,7 +107,7 @@ advantage_clip = 5.0  # of advantages, absolute
 global_std = False  # advantages by the std of all rewards instead of the group's
 kl_beta = 0.0  # weight of the KL to the reference
 ratio_norm = False  # GRPO-Guard's normalised ratio and step weights (arXiv 2510.22319)
-recompute_log_prob = False  # score the old policy with the trainer instead of keeping the sampler's numbers
+recompute_log_prob = False  # score the old policy with the trainer, not the sampler; always so with servers
 ema_decay = 0.7  # of the trained parameters, used for evaluation and export; 0: off
 ema_interval = 1  # iterations between its updates
 max_bad_steps = 5  # non-finite steps in a row that end the run
@@ -111,10 +129,13 @@ save_interval = 25  # iterations between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 config = configure(globals())
 MAY_CHANGE = {  # settings that a resumed run may change
-    "out_dir", "resume", "max_iterations", "eval_interval", "eval_data_jsonl", "eval_rewards", "num_eval_samples",
-    "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing", "compile_blocks", "dp_replicate",
-    "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
+    "out_dir", "resume", "rollout", "max_iterations", "eval_interval", "eval_data_jsonl", "eval_rewards",
+    "num_eval_samples", "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing", "compile_blocks",
+    "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
+    *(name for name in config if name.startswith(("sglang_", "lora_sync"))), "trainer_devices", "drift_interval",
 }  # fmt: skip
+if trainer_devices:
+    os.environ["CUDA_VISIBLE_DEVICES"] = trainer_devices  # before CUDA is first asked
 
 # ----------------------------------------------------------------------------- checks, before any weight is loaded
 rank, world_size, device = fsdp.init(device)
@@ -130,22 +151,18 @@ def say(line):
 
 
 with fsdp.all_ranks_agree():
-    for name in ("dtype", "vae_dtype"):
-        if config[name] not in ("float32", "bfloat16"):
-            raise UserError(f"{name}={config[name]}: want float32 or bfloat16")
-    if checkpointing not in ("none", "full", "selective"):
-        raise UserError(f"checkpointing={checkpointing}: want none, full or selective")
-    for name, low in dict(group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1,
-                          num_minibatches=1, num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2,
-                          num_eval_videos=0, max_text_tokens=1, max_iterations=1, ema_interval=1, max_bad_steps=1,
-                          dp_replicate=1, eval_interval=0, save_interval=0, keep_last=0, warmup_iterations=0,
-                          lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0).items():  # fmt: skip
-        if config[name] < low:
-            raise UserError(f"{name}={config[name]}: want at least {low}")
+    check_values(config, at_least=dict(
+        group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1, num_minibatches=1,
+        num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2, num_eval_videos=0, max_text_tokens=1,
+        max_iterations=1, ema_interval=1, max_bad_steps=1, dp_replicate=1, eval_interval=0, save_interval=0,
+        keep_last=0, warmup_iterations=0, lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0,
+        sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1,
+    ), one_of=dict(
+        dtype=("float32", "bfloat16"), vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
+        checkpointing=("none", "full", "selective"), law=wan_rollout.LAWS, lora_sync=("tensor", "disk"),
+    ))  # fmt: skip
     if ema_decay >= 1 or clip_range <= 0:
         raise UserError(f"ema_decay={ema_decay}, clip_range={clip_range}: want below 1, and more than 0")
-    if law not in rollout.LAWS:
-        raise UserError(f"law={law}: want one of {', '.join(rollout.LAWS)}")
     if noise_level <= 0:
         raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7")
     last = num_steps - (law == "cps")  # cps draws nothing in the last step
@@ -163,6 +180,9 @@ with fsdp.all_ranks_agree():
         raise UserError("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
+    if rollout == "sglang":
+        sglang_client.check_settings(config, wan)
+        recompute_log_prob = True
     wan_model.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
@@ -183,8 +203,8 @@ with fsdp.all_ranks_agree():
 
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
-sigmas = rollout.sigma_grid(num_steps, shift)
-eval_sigmas = rollout.sigma_grid(num_eval_steps, shift)
+sigmas = wan_rollout.sigma_grid(num_steps, shift)
+eval_sigmas = wan_rollout.sigma_grid(num_eval_steps, shift)
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])
 say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {wan_model.count_parameters(wan.config):,} parameters, "
     f"boundary {wan.boundary_ratio}, guidance {guidance_scale:g} (high) "
@@ -205,14 +225,21 @@ with fsdp.all_ranks_agree():
     more = reward.parse_rewards(eval_rewards, "eval_rewards") if eval_rewards else []
     all_rewards = reward.load_rewards(dict(weights + more).items(), device, **options)  # name -> reward
     train_rewards = {name: all_rewards[name] for name, _ in weights}
-tokenizer, text_encoder = encoders.load_text_encoder(model, device)
-distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
-text_of = {}  # prompt -> its own tokens, n d: the zeros after them would be 4 MB a prompt
-for prompt in tqdm(distinct, desc="text", leave=False, disable=None if is_main else True):
-    embedding = encoders.encode_text(tokenizer, text_encoder, [prompt], max_text_tokens)[0].cpu()
-    text_of[prompt] = embedding[: int(embedding.any(-1).sum())].to(wan.dtype)
-del tokenizer, text_encoder
-vae = encoders.load_vae(model, device, getattr(torch, vae_dtype))
+server = None
+if rollout == "sglang":  # text encoder and VAE are the server's
+    with fsdp.all_ranks_agree():
+        server = sglang_client.connect(config, wan, latent_shape, guidance, sigmas, device, rank, world_size,
+                                       train_prompts)  # fmt: skip
+    say(f"servers    {', '.join(server.current_urls())}: each made a video of {train_prompts.prompts[0]!r}")
+else:
+    tokenizer, text_encoder = encoders.load_text_encoder(model, device)
+    distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
+    text_of = {}  # prompt -> its own tokens, n d: the zeros after them would be 4 MB a prompt
+    for prompt in tqdm(distinct, desc="text", leave=False, disable=None if is_main else True):
+        embedding = encoders.encode_text(tokenizer, text_encoder, [prompt], max_text_tokens)[0].cpu()
+        text_of[prompt] = embedding[: int(embedding.any(-1).sum())].to(wan.dtype)
+    del tokenizer, text_encoder
+    vae = encoders.load_vae(model, device, getattr(torch, vae_dtype))
 
 
 def conditions(prompts, indices):
@@ -282,6 +309,25 @@ def end_phase(name, started, spent):
     return now()
 
 
+def sample_here(iteration, window, videos, prompt_of, spent):
+    """Some videos of an iteration by this process -> (rollout.Record without rewards, pixels b f 3 h w in 0..1)."""
+    started = now()
+    condition, text, negative_text = conditions(train_prompts, prompt_of)
+    # a video's noise, the first and each step's, comes from one generator of its own
+    generators = [wan_rollout.seeded("cpu", seed, iteration, n) for n in videos]
+    noise = torch.stack([torch.randn(latent_shape, generator=g) for g in generators]).to(device)
+    latents, transitions = wan_rollout.sample(wan, noise, condition, text, negative_text, sigmas, **guidance, law=law,
+                                              noise_level=noise_level, window=window,
+                                              generators=generators)  # fmt: skip
+    started = end_phase("roll", started, spent)
+    if wan.kind == "ti2v" and not torch.equal(latents[:, :, :1], condition):
+        raise RuntimeError("the given frame changed in the rollout")
+    pixels = decode(latents)
+    end_phase("decode", started, spent)
+    on_cpu = [x.cpu() if x is not None else None for x in (condition, text, negative_text)]
+    return wan_rollout.Record(videos, *on_cpu, transitions, {}), pixels
+
+
 def roll_out(iteration, window, spent):
     """This rank's share of an iteration's videos, scored -> list of rollout.Record, or None where SIGTERM came.
 
@@ -292,35 +338,63 @@ def roll_out(iteration, window, spent):
         raise RuntimeError(f"a prompt stands twice in iteration {iteration}: {prompt_indices}")
     records = []
     starts = range(rank * videos_each, (rank + 1) * videos_each, rollout_batch)
+    if server:  # all of them at once: it works on some while others are scored here
+        measured = drift_due(iteration)  # in this rank's first batch
+        asked = {n: server.submit(train_prompts, prompt_indices[n // group_size],
+                                  wan_rollout.seed_of(seed, iteration, n), sigmas, window,
+                                  measured and n < starts.start + rollout_batch)
+                 for n in range(starts.start, starts.start + videos_each)}  # fmt: skip
     for start in tqdm(starts, desc="rollout", leave=False, disable=None if is_main else True):
         if stop.anywhere():
+            if server:
+                server.cancel(asked.values())
             return None
         videos = range(start, start + rollout_batch)
         prompt_of = [prompt_indices[n // group_size] for n in videos]
-        started = now()
-        condition, text, negative_text = conditions(train_prompts, prompt_of)
-        # a video's noise, the first and each step's, comes from one generator of its own
-        generators = [rollout.seeded("cpu", seed, iteration, n) for n in videos]
-        noise = torch.stack([torch.randn(latent_shape, generator=g) for g in generators]).to(device)
-        latents, transitions = rollout.sample(wan, noise, condition, text, negative_text, sigmas, **guidance,
-                                              law=law, noise_level=noise_level, window=window,
-                                              generators=generators)  # fmt: skip
-        started = end_phase("roll", started, spent)
+        if server:
+            started = now()
+            with fsdp.all_ranks_agree():
+                record, pixels, in_server = server.collect(videos, [asked[n] for n in videos], window, sigmas)
+            pixels = pixels.to(device)
+            end_phase("roll", started, spent)
+            spent["in_server"] = spent.get("in_server", (0.0, 0.0))[0] + in_server, 0.0
+        else:
+            record, pixels = sample_here(iteration, window, videos, prompt_of, spent)
         with fsdp.all_ranks_agree():
-            if not latents.isfinite().all():
+            if not (pixels.isfinite().all() and record.transitions[-1].next_latents.isfinite().all()):
                 raise UserError(f"iteration {iteration}: got NaN or infinity in a rollout of "
                                 f"{train_prompts.prompts[prompt_of[0]]!r}: lower lr or noise_level")  # fmt: skip
-        if wan.kind == "ti2v" and not torch.equal(latents[:, :, :1], condition):
-            raise RuntimeError("the given frame changed in the rollout")
-        pixels = decode(latents)
-        started = end_phase("decode", started, spent)
+        started = now()
         with fsdp.all_ranks_agree():
-            scores = reward.score(train_rewards, pixels, [train_prompts.prompts[i] for i in prompt_of],
-                                  [train_prompts.metadata[i] for i in prompt_of])  # fmt: skip
+            record.rewards = reward.score(train_rewards, pixels, [train_prompts.prompts[i] for i in prompt_of],
+                                          [train_prompts.metadata[i] for i in prompt_of])  # fmt: skip
         end_phase("reward", started, spent)
-        on_cpu = [x.cpu() if x is not None else None for x in (condition, text, negative_text)]
-        records.append(rollout.Record(videos, *on_cpu, transitions, scores))
+        records.append(record)
     return records
+
+
+def give_servers(tensors):
+    """The LoRA sync: gathered on all ranks, sent whole by the rank responsible for a server, agreed on by all."""
+    started = time.perf_counter()
+    adapters = wan_model.by_expert(fsdp.gather(tensors, wanted=bool(server.responsible)))
+    with fsdp.all_ranks_agree():
+        if server.responsible:
+            if sglang_colocated:
+                server.memory("resume")
+            server.sync(adapters, lora_rank, lora_alpha, wan.dtype, lora_sync, lora_sync_dir)
+    gone = fsdp.reduce_max([float(url in server.down) for url in server.urls])
+    server.down = {url: server.down.get(url, f"{url} failed at the sync") for url, down in
+                   zip(server.urls, gone, strict=True) if down}  # fmt: skip
+    return time.perf_counter() - started
+
+
+def release_servers():
+    """The GPU is the trainer's until the next sync."""
+    if server and sglang_colocated:
+        fsdp.barrier()  # every rank has its videos
+        with fsdp.all_ranks_agree():
+            if server.responsible:
+                server.memory("release")
 
 
 def from_all_ranks(records, name):
@@ -338,12 +412,12 @@ def score(policy, record, transition):
     """Mean b c f h w, std and log-prob b of a stored transition under a policy: the function that drew it, again."""
     to = lambda x: x.to(device) if x is not None else None  # noqa: E731
     condition, latents, k = to(record.condition), to(transition.latents), transition.step
-    v = rollout.guided_velocity(policy, latents, sigmas[k].expand(len(latents)), condition, to(record.text),
+    v = wan_rollout.guided_velocity(policy, latents, sigmas[k].expand(len(latents)), condition, to(record.text),
                                 to(record.negative_text), **guidance)  # fmt: skip
     grid = sigmas.tolist()
-    mean, std = rollout.transition(law, latents, v, grid[k], grid[k + 1], grid[1], noise_level)
+    mean, std = wan_rollout.transition(law, latents, v, grid[k], grid[k + 1], grid[1], noise_level)
     gen_mask = wan_model.generated_mask(policy, latents, condition)
-    return mean, std, rollout.log_prob(law, to(transition.next_latents), mean, std, gen_mask), gen_mask
+    return mean, std, wan_rollout.log_prob(law, to(transition.next_latents), mean, std, gen_mask), gen_mask
 
 
 def clipped_loss(record, transition, advantages, with_reference):
@@ -358,17 +432,22 @@ def clipped_loss(record, transition, advantages, with_reference):
     mean, std, log_prob, gen_mask = score(wan, record, transition)
     difference, weight = log_prob - transition.log_prob.to(device), 1.0
     if ratio_norm:  # GRPO-Guard: ratios centred at 1 and of one scale at all steps, gradients weighed by 1 / -dt
-        moved = rollout.masked_mean((mean - transition.mean.to(device)).square(), gen_mask)
+        moved = wan_rollout.masked_mean((mean - transition.mean.to(device)).square(), gen_mask)
         difference = (difference + moved / (2 * std**2)) * std
         weight = 1 / (sigmas[transition.step] - sigmas[transition.step + 1]).item()
     ratio = difference.exp()  # b
     loss = weight * torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
     logged = dict(ratio=ratio.mean().item(), clip_fraction=((ratio - 1).abs() > clip_range).float().mean().item())
     if with_reference:
-        kl = rollout.masked_mean((mean - reference_mean).square(), gen_mask) / (2 * std**2)
+        kl = wan_rollout.masked_mean((mean - reference_mean).square(), gen_mask) / (2 * std**2)
         loss = loss + kl_beta * kl
         logged["kl"] = kl.mean().item()
     return loss, logged
+
+
+def drift_due(iteration):
+    """First with B = 0, then with a LoRA to be seen, then now and then."""
+    return iteration - start_iteration < 2 or iteration % drift_interval == 0
 
 
 def check_first_ratio(records):
@@ -411,17 +490,25 @@ def check_reference(record):
 @torch.no_grad()
 def generate(positions):
     """Held-out videos b f 3 h w in 0..1 by the ODE sampler: the prompts in turn, a position's noise always the same."""
+    if server:
+        asked = [server.submit(eval_prompts, i % len(eval_prompts), wan_rollout.seed_of(seed, validate.VALIDATION, i),
+                               eval_sigmas) for i in positions]  # fmt: skip
+        with fsdp.all_ranks_agree():
+            return torch.stack([future.result().pixels for future in asked]).to(device)
     condition, text, negative_text = conditions(eval_prompts, [i % len(eval_prompts) for i in positions])
-    noise = torch.stack([rollout.randn(latent_shape, seed, validate.VALIDATION, i) for i in positions]).to(device)
-    return decode(rollout.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance)[0])
+    noise = torch.stack([wan_rollout.randn(latent_shape, seed, validate.VALIDATION, i) for i in positions]).to(device)
+    return decode(wan_rollout.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance)[0])
 
 
 def evaluate(iteration):
     """Rewards of held-out videos with the averaged weights: mean and standard error; printed, logged, drawn."""
     started = time.time()
+    if server:
+        give_servers(ema.shadow if ema else parameters)
     with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
         means, errors = validate.held_out_rewards(generate, all_rewards, eval_prompts, config, iteration, rank,
                                                   world_size)  # fmt: skip
+    release_servers()
     say(f"eval {iteration:03d}/{max_iterations} | "
         + " | ".join(f"{name} {means[name]:.4f} +- {errors[name]:.4f}" for name in means)
         + f" | {num_eval_samples} held-out videos, {time.time() - started:.1f} s")  # fmt: skip
@@ -457,14 +544,30 @@ elif due(eval_interval, start_iteration):  # interrupted in it?
 
 for iteration in range(start_iteration, max_iterations):
     # 1. roll out and score: an SDE inside the window, the flow's ODE outside
-    spent = {}  # phase -> seconds, peak GiB
-    window = rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
-    records = roll_out(iteration, window, spent)
+    spent, drift = {}, {}  # phase -> seconds, peak GiB
+    window = wan_rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
+    try:
+        if server:
+            spent["sync"] = give_servers(parameters), 0.0
+        records = roll_out(iteration, window, spent)
+        release_servers()
+    except (UserError, SystemExit):  # on all ranks alike
+        if server:  # most likely none can be had any more
+            save(iteration)
+        raise
     if records is None:
         save(iteration)  # nothing has been trained on this iteration's videos yet
         say("stopped: SIGTERM; the same command resumes")
         break
     started = now()
+    if server and drift_due(iteration):
+        with torch.no_grad():
+            drift = sglang_client.measure_drift(records[0], partial(score, wan), sigmas, law, noise_level, wan.dtype)
+        say("drift      server against trainer: " + ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}"
+                                                             for name, value in drift.items()))  # fmt: skip
+        if max(value for name, value in drift.items() if "ratio" in name) > clip_range:
+            say(f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
+                "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
     if recompute_log_prob:  # with gradients switched on, as in training: the sampler's kernels may be others
         for record in records:
             for t in record.transitions:
@@ -487,7 +590,7 @@ for iteration in range(start_iteration, max_iterations):
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, (iteration + 1) / max(1, warmup_iterations))
     for epoch in range(num_inner_epochs):
-        order = torch.randperm(len(pairs), generator=rollout.seeded("cpu", seed, iteration, epoch, 0)).tolist()
+        order = torch.randperm(len(pairs), generator=wan_rollout.seeded("cpu", seed, iteration, epoch, 0)).tolist()
         for minibatch in np.array_split(order, num_minibatches):
             for n in minibatch:
                 record, t = pairs[n]
@@ -518,7 +621,7 @@ for iteration in range(start_iteration, max_iterations):
     means = {name: total / world_size for name, total in zip(means, fsdp.reduce_sum(list(means.values())), strict=True)}
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
-               skipped_steps=skipped_steps)  # fmt: skip
+               skipped_steps=skipped_steps, **drift)  # fmt: skip
     for name, (seconds, peak) in spent.items():
         row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})
     row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}
@@ -542,4 +645,6 @@ else:
         if is_main:
             wan_model.export_model(os.path.join(out_dir, "model"), wan, whole)
             say(f"exported   {out_dir}/model, a complete diffusers folder")
+if server:
+    server.close()
 fsdp.cleanup()

@@ -25,7 +25,7 @@ import fsdp
 import model as wan_model
 import rollout
 import validate
-from configurator import UserError, configure, save_config
+from configurator import UserError, check_values, configure, save_config
 from plot import MetricsLog, draw_curves
 
 # ----------------------------------------------------------------------------- settings
@@ -105,7 +105,6 @@ MAY_CHANGE = {  # settings that a resumed run may change
 rank, world_size, device = fsdp.init(device)
 is_main = rank == 0
 stop = fsdp.Stop()
-torch_dtype = dict(float32=torch.float32, bfloat16=torch.bfloat16).get(dtype)
 global_batch = batch_size * grad_accum * world_size
 lora_alpha = lora_alpha or float(lora_rank)
 
@@ -116,20 +115,15 @@ def say(line):
 
 
 with fsdp.all_ranks_agree():
-    if torch_dtype is None:
-        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
-    if checkpointing not in ("none", "full", "selective"):
-        raise UserError(f"checkpointing={checkpointing}: want none, full or selective")
-    for name, low in dict(batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1,
-                          num_val_windows=1, num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1,
-                          log_interval=1, eval_interval=0, save_interval=0, keep_last=0, lora_rank=0,
-                          warmup_steps=0, lr=0, shift=0.01, text_dropout=0, ema_decay=0, seed=0).items():  # fmt: skip
-        if config[name] < low:
-            raise UserError(f"{name}={config[name]}: want at least {low}")
+    check_values(config, at_least=dict(
+        batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1, num_val_windows=1,
+        num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
+        save_interval=0, keep_last=0, lora_rank=0, warmup_steps=0, lr=0, shift=0.01, text_dropout=0, ema_decay=0,
+        seed=0), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
     if ema_decay >= 1 or text_dropout > 1:
         raise UserError(f"ema_decay={ema_decay}, text_dropout={text_dropout}: want below 1, and at most 1")
     wan = wan_model.describe(model, boundary_ratio)
-    wan.dtype = torch_dtype
+    wan.dtype = getattr(torch, dtype)
     if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):
         raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
                         + ("" if "single" in wan.expert_names else ", high or low"))  # fmt: skip
@@ -173,7 +167,7 @@ for demo, frames in demos.skipped:
     say(f"           skipped {demo}: {frames} frames, want {num_frames} (pad_short=True holds the last)")
 say(f"cost       {flops / 1e12:,.2f} TFLOP a step and rank without recomputation")
 estimate = wan_model.estimate_memory(
-    wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, torch_dtype, lora_rank,
+    wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, wan.dtype, lora_rank,
     lora_targets, checkpointing)  # fmt: skip
 say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU: weights {estimate['weights']:.1f}, "
     f"trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")  # fmt: skip

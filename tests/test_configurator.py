@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configurator import UserError, save_config
+from configurator import UserError, check_values, save_config
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = '''"""Trains nothing, é.
@@ -232,3 +232,12 @@ def test_save_config_where_it_cannot_write(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="out_dir=.*file.*: cannot write there"):
         save_config(tmp_path / "file" / "run", DEFAULTS)
+
+
+def test_values_out_of_range_are_named_with_what_is_wanted():
+    config = dict(steps=3, lr=0.0, law="flow")
+    check_values(config, at_least=dict(steps=3, lr=0), one_of=dict(law=("flow", "cps")))
+    for change, words in [(dict(steps=2), "steps=2: want at least 3"), (dict(lr=-0.1), "lr=-0.1: want at least 0"),
+                          (dict(law="ode"), "law=ode: want flow, cps or dance")]:  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            check_values(config | change, at_least=dict(steps=3, lr=0), one_of=dict(law=("flow", "cps", "dance")))

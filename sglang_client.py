@@ -1,0 +1,460 @@
+"""Rollouts from SGLang diffusion servers over HTTP, and the policy's LoRA to them.
+
+Written for sglang 0.5.23 with shim/nanowan_shim.py (sglang_server.py starts it so). Per video one request; the answer
+holds the latents of the window's steps, the text embeddings and the given frame's latents, so that the trainer encodes
+nothing and decodes nothing. Its log-probabilities average over given positions too: the trainer computes its own.
+"""
+
+import atexit
+import base64
+import http.client
+import io
+import json
+import os
+import pickle
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgpack
+import torch
+from diffusers import WanTransformer3DModel
+from PIL import Image
+from safetensors.torch import load, save_file
+
+import encoders
+import fsdp
+import model as wan_model
+import rollout
+import sglang_server
+from configurator import UserError, remove_folder
+
+WRITTEN_FOR = "0.5.23"
+SDE_TYPES = {"flow": "sde", "cps": "cps"}  # our law -> sglang's rollout_sde_type
+
+
+@dataclass
+class Answer:
+    """One video as a server made it, on the CPU."""
+
+    latents: torch.Tensor  # of the asked steps: k c f h w
+    pixels: torch.Tensor  # f 3 h w in 0..1
+    condition: torch.Tensor | None  # c f|1 h w, as model.velocity wants it
+    text: torch.Tensor | None  # n d
+    negative_text: torch.Tensor | None  # n d; None at guidance 1
+    velocity: torch.Tensor | None  # with guidance, of all steps: k c f h w; only where drift is measured
+    seconds: float  # in the server
+
+
+def check_settings(settings, wan):
+    """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
+    if settings["sglang_launch"] == bool(settings["sglang_urls"]):
+        raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,...")
+    for url in filter(None, settings["sglang_urls"].split(",")):
+        if not url.strip().startswith(("http://", "https://")):
+            raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated")
+    if wan.model.startswith("random:"):
+        raise UserError(f"model={wan.model}: SGLang's servers want a diffusers folder or hub id")
+    if (name := encoders.vae_config(wan.model)["_class_name"]) != "AutoencoderKLWan":
+        raise UserError(f"model={wan.model}: its VAE is {name}, SGLang's servers know AutoencoderKLWan only")
+    if not settings["lora_rank"]:
+        raise UserError("lora_rank=0: the servers are given LoRA adapters; want a lora_rank of 1 or more")
+    if settings["law"] not in SDE_TYPES:
+        raise UserError(f"law={settings['law']}: SGLang has {' and '.join(SDE_TYPES)}")
+    scales = settings["guidance_scale"], settings["guidance_scale_2"] or settings["guidance_scale"]
+    if min(scales) < 1 or (scales[0] == 1) != (scales[1] == 1):
+        raise UserError(f"guidance_scale={scales[0]:g}, guidance_scale_2={scales[1]:g}: SGLang has guidance on (both "
+                        "more than 1) or off (both 1)")  # fmt: skip
+    if settings["max_text_tokens"] != 512:
+        raise UserError(f"max_text_tokens={settings['max_text_tokens']}: SGLang's servers always use 512")
+    if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
+        raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
+
+
+def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_size, prompts):
+    """Find or start the servers and see each make a whole video -> this rank's SGLangClient. UserError, one line.
+
+    The caller's ranks agree on the outcome (fsdp.all_ranks_agree).
+    """
+    example = prompts.prompts[0], png_url(prompts, 0)
+    urls = [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
+    sampling = {name: settings[name] for name in ("law", "noise_level", "height", "width", "num_frames")}
+    client = SGLangClient(wan, latent_shape, sampling | {"sigmas": sigmas}, guidance, settings["negative_prompt"],
+                          device.type, urls, responsible=urls[rank::world_size], rank=rank,
+                          concurrency=settings["sglang_concurrency"], timeout=settings["sglang_timeout"],
+                          retries=settings["sglang_retries"])  # fmt: skip
+    for url in client.responsible:
+        client.check(url, *example)
+    if settings["sglang_launch"]:
+        folder, node = os.path.join(settings["out_dir"], "sglang"), os.environ.get("GROUP_RANK", "0")
+        client.url_file = os.path.join(folder, f"node_{node}.url")
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            os.makedirs(folder, exist_ok=True)
+            client.responsible = True
+            server = sglang_server.LaunchedServer(
+                os.path.join(folder, f"node_{node}.log"), client.url_file, client.timeout, client.retries,
+                lambda url: client.check(url, *example), settings["sglang_port"], model=settings["model"],
+                devices=settings["sglang_devices"], dtype=settings["dtype"], shift=settings["shift"],
+                command=settings["sglang_command"], args=settings["sglang_args"])  # fmt: skip
+            client.close = server.end
+            atexit.register(server.end)
+    return client
+
+
+def measure_drift(record, score, sigmas, law, noise_level, dtype):
+    """How far a server's velocities and log-probs are from the trainer's, a step of the window, the worst of the ranks.
+
+    score: (record, transition) -> mean, std, log_prob, gen_mask of the trainer. "drift/velocity": RMS of the difference
+    over RMS; "drift/ratio": largest |exp(log_prob - the server's) - 1|, to be compared with clip_range. The trainer
+    recomputes log-probs, so the first ratio is 1 all the same: a drift makes the videos a little off-policy.
+    Raises UserError where it can't be rounding. Collective.
+    """
+    grid, row = sigmas.tolist(), {}
+    for t in record.transitions:
+        mean, _, log_prob, gen_mask = score(record, t)
+        x, server_mean = t.latents.to(mean.device), t.mean.to(mean.device)  # linear in the velocity: at 0 it is
+        at_zero = rollout.transition(law, x, 0 * x, grid[t.step], grid[t.step + 1], grid[1], noise_level)[0]
+        off, size = (rollout.masked_mean(d.square(), gen_mask).mean().sqrt().item()
+                     for d in (mean - server_mean, server_mean - at_zero))  # fmt: skip
+        row[f"drift/velocity {t.step}"] = off / max(size, 1e-12)
+        row[f"drift/ratio {t.step}"] = ((log_prob - t.log_prob.to(mean.device)).exp() - 1).abs().max().item()
+    row = dict(zip(row, fsdp.reduce_max(list(row.values())), strict=True))
+    velocity = max(value for name, value in row.items() if "velocity" in name)
+    with fsdp.all_ranks_agree():
+        if velocity > (1e-3 if dtype == torch.float32 else 0.3):
+            raise UserError(f"the server's velocity differs from the trainer's by {velocity:.1e} of its size: other "
+                            "weights, another precision (--dtype), or a LoRA that it doesn't apply")  # fmt: skip
+    return row
+
+
+class ServerError(Exception):
+    """A request that may succeed with another server, or again; `gone`: this server's process isn't there any more."""
+
+    def __init__(self, reason, gone):
+        super().__init__(reason)
+        self.gone = gone
+
+
+def post(url, body, timeout):
+    """POST JSON -> the answer's bytes. ServerError where it may pass by itself, UserError where it won't."""
+    data = json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.read()
+    except urllib.error.HTTPError as error:
+        reason = f"{url} answered {error.code}: {error.read()[:300].decode(errors='replace')}"
+        raise (ServerError(reason, gone=False) if error.code >= 500 else UserError(reason)) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{url}: {getattr(error, 'reason', error) or type(error).__name__}", gone=True) from None
+
+
+@lru_cache(maxsize=64)  # a group shares its image
+def png_url(prompts, index):
+    """The given image of a prompt at the run's size, as a data URL: it travels inside the request. "" without one."""
+    if not prompts.needs_image:
+        return ""
+    pixels = ((prompts.image(index) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def tensor_in(node, *path):
+    """The tensor at a path of an answer, or None: {"__tensor__": True, "data": safetensors bytes with key "t"}."""
+    for key in path:
+        node = (node or {}).get(key)
+    return load(node["data"])["t"] if node else None
+
+
+def linear_shapes(config):
+    """{"blocks.0.attn1.to_q": (out, in)} of a transformer's linear layers, from its config alone."""
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel.from_config(config)
+    return {name: tuple(module.weight.shape) for name, module in transformer.named_modules()
+            if isinstance(module, torch.nn.Linear)}  # fmt: skip
+
+
+def check_adapters(tensors, shapes):
+    """UserError unless each layer's lora_A (r, in) and lora_B (out, r) are there, fit it, and are finite.
+
+    The server would skip an unknown name, drop an A without its B, and break at a wrong shape.
+    """
+    layers = {name.rsplit(".lora_", 1)[0] for name in tensors}
+    if unknown := sorted(layers - shapes.keys()):
+        raise UserError(f"LoRA for the server: no linear layer {unknown[0]} in the model")
+    for layer in sorted(layers):
+        a, b = (tensors.get(f"{layer}.lora_{side}.weight") for side in "AB")
+        if a is None or b is None:
+            raise UserError(f"LoRA for the server: {layer} has no lora_{'A' if a is None else 'B'}")
+        rows, columns = shapes[layer]
+        if a.ndim != 2 or a.shape[1] != columns or tuple(b.shape) != (rows, len(a)):
+            raise UserError(f"LoRA for the server: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, "
+                            f"want (r, {columns}) and ({rows}, r)")  # fmt: skip
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise UserError(f"LoRA for the server: {layer} has NaN or infinity")
+
+
+class SGLangClient:
+    """A rank's view of the servers: requests in flight, retries, checks of every answer, and the LoRA sync.
+
+    urls: servers that the user started; each rank asks all of them in turn, and is `responsible` for syncing a share.
+    Or url_file, where sglang_server.LaunchedServer says where this node's is; one rank of the node is responsible.
+    """
+
+    def __init__(self, wan, latent_shape, sampling, guidance, negative_prompt, device_type, urls=(), url_file="",
+                 responsible=None, rank=0, concurrency=4, timeout=600.0, retries=2):  # fmt: skip
+        self.wan, self.latent_shape, self.sampling, self.guidance = wan, latent_shape, sampling, guidance
+        self.negative_prompt, self.device_type = negative_prompt, device_type
+        self.urls, self.url_file, self.timeout, self.retries = list(urls), url_file, timeout, retries
+        self.responsible = responsible  # list of urls, or True for the launched one
+        self.shapes = linear_shapes(wan.config)
+        self.down, self.turn, self.lock = {}, rank, threading.Lock()  # url -> why it isn't asked; round robin
+        self.latest = None  # what was synced last: a restarted server gets it before anybody may ask it
+        self.probe, self.untrained = None, {}  # a request, and url -> its answer before any sync
+        self.close = lambda: None  # ends a launched server
+        self.jobs = queue.SimpleQueue()
+        for _ in range(concurrency):
+            threading.Thread(target=self._work, daemon=True).start()  # daemons: a run that ends doesn't wait for them
+
+    # ------------------------------------------------------------------------- rollouts
+
+    def submit(self, prompts, index, seed, sigmas, window=(), measured=False):
+        """Ask for one video of a prompt -> concurrent.futures.Future of an Answer.
+
+        window: its stochastic steps, all others are ODE steps; measured: with the server's velocities.
+        """
+        future = Future()
+        job = prompts.prompts[index], png_url(prompts, index), seed, sigmas, list(window), measured
+        self.jobs.put((future, job))
+        return future
+
+    def cancel(self, futures):
+        """Those that haven't been sent aren't; answers to the others are dropped."""
+        for future in futures:
+            future.cancel()
+
+    def _work(self):
+        while True:
+            future, job = self.jobs.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._retried(job))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def _retried(self, job):
+        for attempt in range(self.retries + 1):
+            url = self._next_url()
+            try:
+                return self.ask(url, *job)
+            except ServerError as error:
+                reason = str(error)
+                if attempt < self.retries:
+                    self._after_failure(url, error)
+        raise UserError(f"no rollout after {self.retries + 1} attempts, the last: {reason}")
+
+    def current_urls(self):
+        """Where the servers are now. UserError once a launched one has been given up."""
+        if not self.url_file:
+            return self.urls
+        with open(self.url_file) as file:
+            text = file.read()
+        if text.startswith("error "):
+            raise UserError(text.removeprefix("error "))
+        return [text]
+
+    def _next_url(self):
+        urls = [url for url in self.current_urls() if url not in self.down]
+        if not urls:
+            raise UserError("no SGLang server left: " + "; ".join(self.down.values()))
+        with self.lock:
+            self.turn += 1
+            return urls[self.turn % len(urls)]
+
+    def _after_failure(self, url, error):
+        """A server of the user's that is gone would come back without the LoRA: it isn't asked until the next sync.
+
+        A launched one is restarted, given the LoRA and published under another URL: wait for that.
+        """
+        if not self.url_file:
+            if error.gone:
+                self.down[url] = str(error)
+            return
+        until = time.time() + self.timeout
+        while self.current_urls() == [url] and time.time() < until:
+            time.sleep(1)
+            if not error.gone:
+                return
+
+    def ask(self, url, prompt, image, seed, sigmas, window=(), measured=False):
+        """One rollout from one server, checked -> Answer."""
+        num_steps, asked = len(sigmas) - 1, [*window, window[-1] + 1] if window else [len(sigmas) - 1]
+        scales = [self.guidance["guidance_scale"], self.guidance["guidance_scale_2"]]
+        body = dict(
+            prompt=prompt, negative_prompt=self.negative_prompt if scales[0] != 1 else None, seed=seed,
+            generator_device=self.device_type, num_inference_steps=num_steps, guidance_scale=scales[0],
+            image_path=[image] if image else None, rollout=True,
+            rollout_sde_type=SDE_TYPES[self.sampling["law"]], rollout_noise_level=self.sampling["noise_level"],
+            rollout_sde_step_indices=list(window), rollout_return_step_indices=asked,
+            rollout_return_dit_trajectory=True, rollout_return_denoising_env=bool(window), rollout_debug_mode=measured,
+            suppress_logs=True, **{name: self.sampling[name] for name in ("height", "width", "num_frames")},
+            extra_sampling_params={"guidance_scale_2": scales[1], "boundary_ratio": self.wan.boundary_ratio}
+            if len(self.wan.expert_names) == 2 else None)  # fmt: skip
+        raw = post(f"{url}/rollout/generate", body, self.timeout)
+        try:
+            (answer,) = msgpack.unpackb(raw)
+            return self._checked(url, answer, sigmas, asked, measured)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # not what 0.5.23 answers
+            raise UserError(f"{url}: can't read its answer ({error!r:.200}): want sglang {WRITTEN_FOR}") from None
+
+    def _checked(self, url, answer, sigmas, asked, measured):
+        """What a server answered, or UserError with what is wrong about it."""
+        latents = tensor_in(answer, "dit_trajectory", "latents")
+        want = (len(asked), *self.latent_shape)
+        if latents is None or tuple(latents.shape) != want:
+            got = None if latents is None else tuple(latents.shape)
+            raise UserError(f"{url}: got latents of {got}, want {want}: is it started with this model and with "
+                            "nanoWan's shim (python sglang_server.py)?")  # fmt: skip
+        grid = tensor_in(answer, "dit_trajectory", "sigmas")
+        if grid.shape != sigmas.shape or (grid - sigmas).abs().max() > 1e-5:
+            raise UserError(f"{url}: its noise levels are {[round(s, 4) for s in grid.tolist()]}, want "
+                            f"{[round(s, 4) for s in sigmas.tolist()]}: start it with this run's --shift")  # fmt: skip
+        pixels = tensor_in(answer, "generated_output")  # 3 f h w
+        height, width, num_frames = (self.sampling[name] for name in ("height", "width", "num_frames"))
+        if tuple(pixels.shape) != (3, num_frames, height, width):
+            raise UserError(f"{url}: got a video of {tuple(pixels.shape)}, want {(3, num_frames, height, width)}")
+        pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else (pixels.float() * 255).round() / 255
+        condition = None
+        if self.wan.kind == "ti2v":  # blended back after each step: the first latent frame is the given one
+            condition = latents[0, :, :1].float()
+            if not torch.equal(latents[:, :, :1], latents[:1, :, :1].expand_as(latents[:, :, :1])):
+                raise UserError(f"{url}: the given frame changed in the rollout")
+        env = answer.get("denoising_env")
+        if self.wan.kind == "i2v" and env:
+            image_latent = tensor_in(env, "image_kwargs", "image_latent")  # mask 4 | condition 16
+            if image_latent is None:
+                raise UserError(f"{url}: no image_latent in its answer: want nanoWan's shim (python sglang_server.py)")
+            condition = image_latent[4:].float()
+        negative = tensor_in(env, "neg_cond_kwargs", "encoder_hidden_states")
+        if env and (negative is not None) != (self.guidance["guidance_scale"] != 1):
+            raise UserError(f"{url}: guidance was {'on' if negative is not None else 'off'}, want the opposite")
+        velocity = tensor_in(answer, "rollout_debug_tensors", "rollout_model_outputs") if measured else None
+        return Answer(latents.float(), pixels.transpose(0, 1), condition,
+                      tensor_in(env, "pos_cond_kwargs", "encoder_hidden_states"), negative,
+                      velocity.float() if velocity is not None else None, answer["inference_time_s"] or 0)  # fmt: skip
+
+    def collect(self, videos, futures, window, sigmas):
+        """The answers of some videos -> a rollout.Record without rewards, its pixels b f 3 h w, seconds in the server.
+
+        Transitions have the mean and log-prob of the server's own velocity where it was measured, else None.
+        UserError where a video couldn't be had.
+        """
+        answers = [future.result() for future in futures]
+        stack = lambda name: torch.stack([getattr(a, name) for a in answers])  # noqa: E731
+        condition = stack("condition") if answers[0].condition is not None else None
+        latents = stack("latents")  # b k c f h w
+        grid, transitions = sigmas.tolist(), []
+        for i, step in enumerate(window):
+            x, following, mean, log_density = latents[:, i], latents[:, i + 1], None, None
+            if answers[0].velocity is not None:
+                velocity = torch.stack([a.velocity[step] for a in answers])
+                law, noise_level = self.sampling["law"], self.sampling["noise_level"]
+                mean, std = rollout.transition(law, x, velocity, grid[step], grid[step + 1], grid[1], noise_level)
+                gen_mask = wan_model.generated_mask(self.wan, x, condition)
+                log_density = rollout.log_prob(law, following, mean, std, gen_mask)
+            transitions.append(rollout.Transition(step, x, following, mean, log_density))
+        negative = answers[0].negative_text
+        record = rollout.Record(videos, condition, stack("text"), negative[None] if negative is not None else None,
+                                transitions, {})  # fmt: skip
+        return record, stack("pixels"), sum(a.seconds for a in answers)
+
+    # ------------------------------------------------------------------------- LoRA, memory, checks
+
+    def sync(self, adapters, rank, alpha, dtype, how, folder):
+        """Give the servers this rank is responsible for the whole LoRA of each expert; it replaces the last one.
+
+        adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": tensor}, ...}: the names that the server wants too, and
+        model.FOLDERS names its target module; dtype: in which they are sent, that of the server's transformer.
+        how "tensor": inside the request, to any machine; "disk": by a file in a fresh folder under `folder`, which the
+        server must see. A server of the user's that fails is left alone until the next sync.
+        """
+        for tensors in adapters.values():
+            check_adapters(tensors, self.shapes)
+        self.latest = adapters, rank, alpha, dtype, how, folder
+        for place in [None] if self.responsible is True else self.responsible:
+            for attempt in range(self.retries + 1):
+                url = place or self.current_urls()[0]
+                try:
+                    self.send(url)
+                    self.down.pop(url, None)
+                    break
+                except ServerError as error:
+                    if attempt == self.retries or (error.gone and place):
+                        if not place:
+                            raise UserError(f"LoRA sync failed {attempt + 1} times, the last: {error}") from None
+                        self.down[url] = str(error)
+                        break
+                    self._after_failure(url, error)
+
+    def send(self, url):
+        """The latest LoRA to one server, and what it says it did compared with what was sent."""
+        adapters, rank, alpha, dtype, how, folder = self.latest
+        for expert, tensors in adapters.items():
+            target, layers = wan_model.FOLDERS[expert], len(tensors) // 2  # "transformer" | "transformer_2"
+            tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+            if how == "disk":
+                path = os.path.abspath(os.path.join(folder, f"lora_{expert}_{time.time_ns()}"))  # never read twice
+                os.makedirs(path)
+                save_file(tensors, os.path.join(path, "lora.safetensors"))
+                body = dict(lora_nickname=expert, lora_path=path, target=target, lora_alpha=int(alpha),
+                            merge_mode="dynamic")  # fmt: skip
+                post(f"{url}/v1/set_lora", body, self.timeout)
+                remove_folder(path)
+            else:
+                payload = base64.b64encode(pickle.dumps(list(tensors.items()), protocol=4)).decode()
+                body = dict(serialized_named_tensors=[payload], weight_update_mode="lora_merge",
+                            target_modules=[target], lora_alpha=alpha, lora_rank=rank)  # fmt: skip
+                message = json.loads(post(f"{url}/update_weights_from_tensor", body, self.timeout))["message"]
+                if f"Updated {layers} LoRA layers" not in message or "skipped 0 " not in message:
+                    raise UserError(f"{url}: sent a LoRA of {layers} layers, it says: {message}")
+        nonzero = any(tensor.any() for tensors in adapters.values() for name, tensor in tensors.items()
+                      if ".lora_B." in name)  # fmt: skip
+        if nonzero and url in self.untrained:  # the first one that can be seen
+            if torch.equal(self.ask(url, *self.probe).latents, self.untrained.pop(url)):
+                raise UserError(f"{url}: a LoRA was synced and the same rollout didn't change: want it started by "
+                                "python sglang_server.py (--lora-merge-mode dynamic)")  # fmt: skip
+
+    def memory(self, wanted):
+        """wanted "release" | "resume": the GPU memory of the servers this rank is responsible for."""
+        for url in self.current_urls() if self.responsible is True else self.responsible:
+            try:
+                post(f"{url}/{wanted}_memory_occupation", {}, self.timeout)
+            except ServerError as error:
+                raise UserError(f"sglang_colocated=True: {error}") from None
+
+    def check(self, url, prompt, image):
+        """The server is there, with this model and this version's answers: a whole rollout. UserError, one line."""
+        try:
+            with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
+                info = json.load(answer)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise UserError(f"{url}: no SGLang server there ({getattr(error, 'reason', error)}): start one with "
+                            "python sglang_server.py, or set sglang_launch=True") from None  # fmt: skip
+        if info.get("version") != WRITTEN_FOR:
+            print(f"{url} runs sglang {info.get('version')}; this client was written for {WRITTEN_FOR}", flush=True)
+        served = str(info.get("model_path"))
+        if os.path.basename(served.rstrip("/")) != os.path.basename(self.wan.model.rstrip("/")):
+            raise UserError(f"{url}: serves {served}, want {self.wan.model}")
+        self.probe = prompt, image, 0, self.sampling["sigmas"]
+        try:
+            self.untrained[url] = self.ask(url, *self.probe).latents
+        except ServerError as error:
+            raise UserError(str(error)) from None
+        if self.latest:  # started anew in the middle of a run
+            self.send(url)

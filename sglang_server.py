@@ -1,0 +1,187 @@
+"""Start SGLang's diffusion server for rollouts of train_grpo.py.
+
+    make sglang                                                   # its own environment, .venv-sglang: minutes, 11 GB
+    make serve MODEL=Wan-AI/Wan2.2-TI2V-5B-Diffusers              # = python sglang_server.py --model=... in that folder
+    python sglang_server.py --model=out/my_ti2v/model --devices=1 --port=30000 --args="--tp-size 1"
+
+train_grpo.py --rollout=sglang --sglang_urls=http://127.0.0.1:30000 then asks it for rollouts; with --sglang_launch=True
+it starts one by itself with the same function, restarts it when it dies, and ends it with the run.
+"""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import model as wan_model
+from configurator import UserError, configure
+
+SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration sglang uses for it
+    ("ti2v", 1): "Wan2.2-TI2V-5B-Diffusers",
+    ("i2v", 2): "Wan2.2-I2V-A14B-Diffusers",
+    ("t2v", 2): "Wan2.2-T2V-A14B-Diffusers",
+    ("t2v", 1): "Wan2.1-T2V-1.3B-Diffusers",
+}
+
+model = ""  # diffusers folder or hub id
+port = 30000  # of HTTP, on 127.0.0.1 only; port + 1, + 10 and + 20 are used inside the server
+devices = ""  # CUDA_VISIBLE_DEVICES; "": as they are
+dtype = "bfloat16"  # "float32" | "bfloat16": of the transformer
+shift = 5.0  # of the noise levels; the trainer's
+command = ".venv-sglang/bin/sglang serve"  # what starts the server
+args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"
+
+
+def free_port(port):
+    """The first of port, port + 50, port + 100, ... whose ports are all free."""
+    for first in range(port, min(port + 2000, 65000), 50):
+        try:
+            for offset in (0, 1, 10, 20):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+    raise UserError(f"port={port}: no free ones from there to {port + 2000}")
+
+
+def start(model, port, devices, dtype, shift, command, args, **popen):
+    """Start a server process in a session of its own -> subprocess.Popen; it isn't ready yet. Raises UserError."""
+    wan = wan_model.describe(model)
+    if model.startswith("random:"):
+        raise UserError(f"model={model}: an SGLang server wants a diffusers folder or hub id")
+    program = shlex.split(command)
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith(("TORCHELASTIC", "TORCH_NCCL"))
+                   and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+                                    "ROLE_NAME", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                   }  # fmt: skip
+    folders = [SHIM, *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "PYTHONPATH": os.pathsep.join(folders),
+                    "NANOWAN_LAUNCHER": str(os.getpid())}  # fmt: skip
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    # Dynamic LoRA: merged into bf16 weights, what is below half a bf16 step of a weight would be rounded away.
+    flags = (f"--model-type diffusion --model-path {shlex.quote(model)} --host 127.0.0.1 --port {port} "
+             f"--master-port {port + 10} --scheduler-port {port + 20} --strict-ports --sleep-on-idle --warmup-mode off "
+             f"--dit-precision {precision} --flow-shift {shift} --lora-merge-mode dynamic "
+             f"--model-id {CONFIGURATIONS[wan.kind, len(wan.expert_names)]}")  # fmt: skip
+    try:
+        return subprocess.Popen([*program, *shlex.split(flags), *shlex.split(args)], env=environment,
+                                stdin=subprocess.DEVNULL, start_new_session=True, **popen)  # fmt: skip
+    except OSError as error:
+        raise UserError(f"{program[0]}: {error.strerror}: want SGLang's environment, which `make sglang` "
+                        "makes") from None  # fmt: skip
+
+
+def end(process):
+    """End a server with all processes it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+
+
+def is_up(url):
+    """Whether /health answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+class LaunchedServer:
+    """A server that belongs to this run: started, waited for, restarted at most `restarts` times, ended with the run.
+
+    `url_file` tells the other ranks of the node where it is; it is written only once `ready(url)` has returned, which
+    checks the server and gives it the latest LoRA. So nobody gets a rollout of a policy that it doesn't hold yet.
+    """
+
+    def __init__(self, log_path, url_file, timeout, restarts, ready, port, **settings):
+        self.log_path, self.url_file, self.timeout, self.restarts, self.ready = (
+            log_path, url_file, timeout, restarts, ready)  # fmt: skip
+        self.port, self.settings, self.ending = port, settings, threading.Event()
+        self.process = None
+        self._start()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _start(self):
+        self.port = free_port(self.port)
+        with open(self.log_path, "ab") as log:
+            self.process = start(port=self.port, **self.settings, stdout=log, stderr=log)
+        url, until = f"http://127.0.0.1:{self.port}", time.time() + self.timeout
+        try:
+            while not is_up(url):
+                if self.ending.wait(0.5):
+                    return
+                if self.process.poll() is not None:
+                    raise UserError(f"the SGLang server ended with code {self.process.returncode}: {self.tail()}")
+                if time.time() > until:
+                    raise UserError(f"the SGLang server isn't up after {self.timeout:g} s: {self.tail()}")
+            self.ready(url)
+        except UserError:
+            end(self.process)
+            raise
+        self.publish(url)
+
+    def publish(self, text):
+        with open(f"{self.url_file}.tmp", "w") as file:
+            file.write(text)
+        os.replace(f"{self.url_file}.tmp", self.url_file)
+
+    def tail(self):
+        """The end of the log, for an error's one line."""
+        with open(self.log_path, "rb") as log:
+            lines = log.read()[-20_000:].decode(errors="replace").splitlines()
+        telling = [line for line in lines if "rror" in line] or lines or ["nothing"]
+        return f"{telling[-1].strip()[-300:]} (the rest is in {self.log_path})"
+
+    def _watch(self):
+        while not self.ending.wait(1.0):
+            if self.process.poll() is None:
+                continue
+            end(self.process)  # what it left running
+            try:
+                if self.restarts == 0:
+                    raise UserError(f"the SGLang server died once more than sglang_retries allows: {self.tail()}")
+                self.restarts -= 1
+                print(f"the SGLang server died (code {self.process.returncode}): {self.tail()}; restarting it",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                self._start()
+            except UserError as error:
+                self.publish(f"error {error}")
+                return
+
+    def end(self):
+        self.ending.set()
+        end(self.process)
+
+
+def main():
+    if not model:
+        raise UserError("model is empty: want --model=, a diffusers folder or hub id")
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
+    process = start(model, free_port(port), devices, dtype, shift, command, args)
+    signal.signal(signal.SIGTERM, lambda *_: end(process))
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        code = 0
+    end(process)
+    sys.exit(max(code, 0))
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()

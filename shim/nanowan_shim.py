@@ -1,0 +1,128 @@
+"""What SGLang's diffusion server lacks for rollouts of Wan; written for sglang 0.5.23.
+
+sglang imports this module in each of its processes when SGLANG_EXTERNAL_MODEL_PACKAGE=nanowan_shim and this folder is
+on PYTHONPATH (its documented hook; `python sglang_server.py` sets both). It runs in the server's own environment and
+imports nothing of nanoWan. On another version each patch that no longer fits says so in the server's log.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.nn.functional as F
+
+WRITTEN_FOR = "0.5.23"
+
+
+def add_cpu_operations():
+    """The two fused operations of Wan's adaptive layer norms that sglang's CPU path calls and PyPI's wheel lacks."""
+
+    def norm(x, weight, bias, norm_type, eps):
+        weight, bias = (None if p is None else p.float() for p in (weight, bias))
+        if norm_type == "layer":
+            return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+
+    def fused_norm_scale_shift_cpu(x, weight, bias, scale, shift, norm_type, eps):
+        return (norm(x, weight, bias, norm_type, eps) * (1 + scale.float()) + shift.float()).to(x.dtype)
+
+    def fused_scale_residual_norm_scale_shift_cpu(residual, x, gate, weight, bias, scale, shift, norm_type, eps):
+        summed = residual.float() + (x.float() if gate is None else x.float() * gate.float())
+        normed = fused_norm_scale_shift_cpu(summed, weight, bias, scale, shift, norm_type, eps)
+        return normed.to(x.dtype), summed.to(x.dtype)
+
+    if not hasattr(torch.ops.sgl_kernel, "fused_norm_scale_shift_cpu"):
+        tail = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str norm_type, float eps)"
+        library = torch.library.Library("sgl_kernel", "FRAGMENT")
+        library.define(f"fused_norm_scale_shift_cpu(Tensor x, {tail} -> Tensor")
+        library.define(f"fused_scale_residual_norm_scale_shift_cpu(Tensor residual, Tensor x, Tensor? gate, {tail}"
+                       " -> (Tensor, Tensor)")  # fmt: skip
+        library.impl("fused_norm_scale_shift_cpu", fused_norm_scale_shift_cpu, "CPU")
+        library.impl("fused_scale_residual_norm_scale_shift_cpu", fused_scale_residual_norm_scale_shift_cpu, "CPU")
+        return library  # whose operations live as long as it does
+
+
+def keep_image_size():
+    """TI2V videos get the size of the given image where that is possible, instead of always 704 x 1280 pixels."""
+    from sglang.multimodal_gen.runtime.pipelines_core.stages import input_validation
+
+    best_output_size = input_validation._best_output_size
+
+    def image_size(width, height, multiple_w, multiple_h, area):
+        if width % multiple_w == 0 and height % multiple_h == 0:
+            return width, height
+        return best_output_size(width, height, multiple_w, multiple_h, area)
+
+    input_validation._best_output_size = image_size
+
+
+def return_image_latents():
+    """I2V: the mask and condition latents (20 channels) join image_kwargs in the answer, so that they can be replayed.
+
+    They're the `condition` of a 36-channel input; for TI2V the first latent frame of the trajectory is the condition.
+    """
+    from sglang.multimodal_gen.runtime.pipelines_core.stages import denoising
+
+    init_rollout_env = denoising.init_rollout_env_if_enabled
+
+    def init_with_image_latents(*, batch, image_kwargs, **kwargs):
+        if batch.image_latent is not None:
+            image_kwargs = {**image_kwargs, "image_latent": batch.image_latent}
+        init_rollout_env(batch=batch, image_kwargs=image_kwargs, **kwargs)
+
+    denoising.init_rollout_env_if_enabled = init_with_image_latents
+
+
+def answer_with_bytes():
+    """Videos travel as 8-bit numbers, as a file would hold them: 59 MB instead of 235 MB for 49 x 480 x 832."""
+    from sglang.multimodal_gen.runtime.entrypoints.post_training import rollout_api
+
+    build_response = rollout_api._build_response
+
+    def build_with_bytes(request_id, prompt, seed, rollout, result):
+        if result.output.is_floating_point():
+            result.output = (result.output.clamp(0, 1) * 255).round().to(torch.uint8)
+        return build_response(request_id, prompt, seed, rollout, result)
+
+    rollout_api._build_response = build_with_bytes
+
+
+def keep_adapters_on_device():
+    """LoRA tensors that arrive over HTTP move to the GPU once, instead of again in every forward."""
+    from sglang.multimodal_gen.runtime.layers.lora.linear import BaseLayerWithLoRA
+
+    set_lora_weights = BaseLayerWithLoRA.set_lora_weights
+
+    def set_on_device(self, A, B, *args, **kwargs):
+        device = self.base_layer.weight.device
+        set_lora_weights(self, A.to(device), B.to(device), *args, **kwargs)
+
+    BaseLayerWithLoRA.set_lora_weights = set_on_device
+
+
+def end_with_launcher():
+    """A server that a run started ends when that run is gone, however it went."""
+    launcher = int(os.environ.get("NANOWAN_LAUNCHER", "0"))
+
+    def watch():
+        while os.path.exists(f"/proc/{launcher}"):
+            time.sleep(2)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    if launcher and os.path.exists(f"/proc/{launcher}"):
+        threading.Thread(target=watch, daemon=True).start()
+
+
+KEPT = []
+for patch in (add_cpu_operations, keep_image_size, return_image_latents, answer_with_bytes, keep_adapters_on_device,
+              end_with_launcher):  # fmt: skip
+    try:
+        KEPT.append(patch())
+    except (ImportError, AttributeError) as error:
+        import sglang
+
+        print(f"nanowan_shim: sglang {sglang.__version__} (written for {WRITTEN_FOR}): couldn't {patch.__name__}: "
+              f"{error}", file=sys.stderr, flush=True)  # fmt: skip
