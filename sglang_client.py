@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import queue
+import shutil
 import threading
 import time
 import urllib.error
@@ -25,6 +26,7 @@ import msgpack
 import torch
 from diffusers import WanTransformer3DModel
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 import encoders
@@ -32,7 +34,7 @@ import fsdp
 import model as wan_model
 import rollout
 import sglang_server
-from configurator import UserError, remove_folder
+from configurator import UserError
 
 WRITTEN_FOR = "0.5.23"
 SDE_TYPES = {"flow": "sde", "cps": "cps"}  # our law -> sglang's rollout_sde_type
@@ -43,7 +45,7 @@ class Answer:
     """One video as a server made it, on the CPU."""
 
     latents: torch.Tensor  # of the asked steps: k c f h w
-    pixels: torch.Tensor  # f 3 h w in 0..1
+    pixels: torch.Tensor  # f 3 h w, uint8
     condition: torch.Tensor | None  # c f|1 h w, as model.velocity wants it
     text: torch.Tensor | None  # n d
     negative_text: torch.Tensor | None  # n d; None at guidance 1
@@ -72,14 +74,17 @@ def check_settings(settings, wan):
                         "more than 1) or off (both 1)")  # fmt: skip
     if settings["max_text_tokens"] != 512:
         raise UserError(f"max_text_tokens={settings['max_text_tokens']}: SGLang's servers always use 512")
+    if (settings["sglang_retries"] + 1) * settings["sglang_timeout"] > 1500:
+        raise UserError(f"sglang_timeout={settings['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
+                        "together, the other ranks wait meanwhile")  # fmt: skip
     if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
         raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
 
 
-def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_size, prompts):
+def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_size, prompts, stopping):
     """Find or start the servers and see each make a whole video -> this rank's SGLangClient. UserError, one line.
 
-    The caller's ranks agree on the outcome (fsdp.all_ranks_agree).
+    stopping: () -> whether the run was asked to stop. The caller's ranks agree on the outcome (fsdp.all_ranks_agree).
     """
     example = prompts.prompts[0], png_url(prompts, 0)
     urls = [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
@@ -94,11 +99,14 @@ def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_s
         folder, node = os.path.join(settings["out_dir"], "sglang"), os.environ.get("GROUP_RANK", "0")
         client.url_file = os.path.join(folder, f"node_{node}.url")
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            os.makedirs(folder, exist_ok=True)
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"out_dir={settings['out_dir']}: {error}: want a folder that can be written") from None
             client.responsible = True
             server = sglang_server.LaunchedServer(
                 os.path.join(folder, f"node_{node}.log"), client.url_file, client.timeout, client.retries,
-                lambda url: client.check(url, *example), settings["sglang_port"], model=settings["model"],
+                lambda url: client.check(url, *example), stopping, settings["sglang_port"], model=settings["model"],
                 devices=settings["sglang_devices"], dtype=settings["dtype"], shift=settings["shift"],
                 command=settings["sglang_command"], args=settings["sglang_args"])  # fmt: skip
             client.close = server.end
@@ -106,13 +114,13 @@ def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_s
     return client
 
 
-def measure_drift(record, score, sigmas, law, noise_level, dtype):
+def measure_drift(record, score, sigmas, law, noise_level, most):
     """How far a server's velocities and log-probs are from the trainer's, a step of the window, the worst of the ranks.
 
     score: (record, transition) -> mean, std, log_prob, gen_mask of the trainer. "drift/velocity": RMS of the difference
     over RMS; "drift/ratio": largest |exp(log_prob - the server's) - 1|, to be compared with clip_range. The trainer
     recomputes log-probs, so the first ratio is 1 all the same: a drift makes the videos a little off-policy.
-    Raises UserError where it can't be rounding. Collective.
+    Raises UserError where velocities differ by more than `most`, which can't be rounding. Collective.
     """
     grid, row = sigmas.tolist(), {}
     for t in record.transitions:
@@ -126,7 +134,7 @@ def measure_drift(record, score, sigmas, law, noise_level, dtype):
     row = dict(zip(row, fsdp.reduce_max(list(row.values())), strict=True))
     velocity = max(value for name, value in row.items() if "velocity" in name)
     with fsdp.all_ranks_agree():
-        if velocity > (1e-3 if dtype == torch.float32 else 0.3):
+        if not velocity <= most:
             raise UserError(f"the server's velocity differs from the trainer's by {velocity:.1e} of its size: other "
                             "weights, another precision (--dtype), or a LoRA that it doesn't apply")  # fmt: skip
     return row
@@ -145,13 +153,16 @@ def post(url, body, timeout):
     data = json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with sglang_server.HTTP.open(request, timeout=timeout) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
         reason = f"{url} answered {error.code}: {error.read()[:300].decode(errors='replace')}"
-        raise (ServerError(reason, gone=False) if error.code >= 500 else UserError(reason)) from None
+        if error.code < 500:
+            raise UserError(reason) from None
+        raise ServerError(reason, gone="restart the server" in reason) from None  # its worker is
     except (OSError, http.client.HTTPException) as error:
-        raise ServerError(f"{url}: {getattr(error, 'reason', error) or type(error).__name__}", gone=True) from None
+        cause = getattr(error, "reason", error)
+        raise ServerError(f"{url}: {cause or type(error).__name__}", gone=not isinstance(cause, TimeoutError)) from None
 
 
 @lru_cache(maxsize=64)  # a group shares its image
@@ -188,6 +199,9 @@ def check_adapters(tensors, shapes):
     layers = {name.rsplit(".lora_", 1)[0] for name in tensors}
     if unknown := sorted(layers - shapes.keys()):
         raise UserError(f"LoRA for the server: no linear layer {unknown[0]} in the model")
+    if embedders := sorted(layer for layer in layers if "embedder" in layer):
+        raise UserError(f"LoRA for the server: SGLang adapts no embedder such as {embedders[0]}: leave it out of "
+                        "lora_targets")  # fmt: skip
     for layer in sorted(layers):
         a, b = (tensors.get(f"{layer}.lora_{side}.weight") for side in "AB")
         if a is None or b is None:
@@ -208,15 +222,16 @@ class SGLangClient:
     """
 
     def __init__(self, wan, latent_shape, sampling, guidance, negative_prompt, device_type, urls=(), url_file="",
-                 responsible=None, rank=0, concurrency=4, timeout=600.0, retries=2):  # fmt: skip
+                 responsible=None, rank=0, concurrency=4, timeout=300.0, retries=2):  # fmt: skip
         self.wan, self.latent_shape, self.sampling, self.guidance = wan, latent_shape, sampling, guidance
         self.negative_prompt, self.device_type = negative_prompt, device_type
         self.urls, self.url_file, self.timeout, self.retries = list(urls), url_file, timeout, retries
         self.responsible = responsible  # list of urls, or True for the launched one
         self.shapes = linear_shapes(wan.config)
         self.down, self.turn, self.lock = {}, rank, threading.Lock()  # url -> why it isn't asked; round robin
-        self.latest = None  # what was synced last: a restarted server gets it before anybody may ask it
+        self.latest, self.version = None, 0  # what was synced last, which a restarted server gets first; syncs so far
         self.probe, self.untrained = None, {}  # a request, and url -> its answer before any sync
+        self.processes = {}  # url -> which process answered since the last sync
         self.close = lambda: None  # ends a launched server
         self.jobs = queue.SimpleQueue()
         for _ in range(concurrency):
@@ -247,32 +262,36 @@ class SGLangClient:
                     future.set_result(self._retried(job))
                 except BaseException as error:
                     future.set_exception(error)
+            del future  # its answer is large
 
     def _retried(self, job):
-        for attempt in range(self.retries + 1):
+        failures = 0
+        while True:
             url = self._next_url()
             try:
                 return self.ask(url, *job)
             except ServerError as error:
-                reason = str(error)
-                if attempt < self.retries:
-                    self._after_failure(url, error)
-        raise UserError(f"no rollout after {self.retries + 1} attempts, the last: {reason}")
+                self._after_failure(url, error)
+                failures += bool(self.url_file) or not error.gone  # of the user's servers the next one is asked
+                if failures > self.retries:
+                    raise UserError(f"no rollout after {failures} attempts, the last: {error}") from None
 
     def current_urls(self):
-        """Where the servers are now. UserError once a launched one has been given up."""
+        """Where the servers are now: none while a launched one isn't up. UserError once it has been given up."""
         if not self.url_file:
             return self.urls
         with open(self.url_file) as file:
             text = file.read()
         if text.startswith("error "):
             raise UserError(text.removeprefix("error "))
-        return [text]
+        return [text] if text else []
 
     def _next_url(self):
-        urls = [url for url in self.current_urls() if url not in self.down]
-        if not urls:
-            raise UserError("no SGLang server left: " + "; ".join(self.down.values()))
+        until = time.time() + self.timeout
+        while not (urls := [url for url in self.current_urls() if url not in self.down]):
+            if not self.url_file or time.time() > until:
+                raise UserError("no SGLang server left: " + ("; ".join(self.down.values()) or "it didn't come back"))
+            time.sleep(1)
         with self.lock:
             self.turn += 1
             return urls[self.turn % len(urls)]
@@ -280,17 +299,16 @@ class SGLangClient:
     def _after_failure(self, url, error):
         """A server of the user's that is gone would come back without the LoRA: it isn't asked until the next sync.
 
-        A launched one is restarted, given the LoRA and published under another URL: wait for that.
+        A launched one is restarted, given the LoRA and published under another URL: wait until that has begun.
         """
         if not self.url_file:
             if error.gone:
                 self.down[url] = str(error)
-            return
-        until = time.time() + self.timeout
-        while self.current_urls() == [url] and time.time() < until:
-            time.sleep(1)
-            if not error.gone:
                 return
+        until = time.time() + self.timeout
+        while error.gone and self.current_urls() == [url] and time.time() < until:
+            time.sleep(0.5)
+        time.sleep(1)
 
     def ask(self, url, prompt, image, seed, sigmas, window=(), measured=False):
         """One rollout from one server, checked -> Answer."""
@@ -315,6 +333,9 @@ class SGLangClient:
 
     def _checked(self, url, answer, sigmas, asked, measured):
         """What a server answered, or UserError with what is wrong about it."""
+        process = answer["request_id"].rpartition("/")[0]
+        if process != self.processes.setdefault(url, process):
+            raise ServerError(f"{url}: was started anew, without the LoRA", gone=True)
         latents = tensor_in(answer, "dit_trajectory", "latents")
         want = (len(asked), *self.latent_shape)
         if latents is None or tuple(latents.shape) != want:
@@ -329,7 +350,8 @@ class SGLangClient:
         height, width, num_frames = (self.sampling[name] for name in ("height", "width", "num_frames"))
         if tuple(pixels.shape) != (3, num_frames, height, width):
             raise UserError(f"{url}: got a video of {tuple(pixels.shape)}, want {(3, num_frames, height, width)}")
-        pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else (pixels.float() * 255).round() / 255
+        if pixels.dtype != torch.uint8:
+            pixels = (pixels.float().clamp(0, 1) * 255).round().to(torch.uint8)
         condition = None
         if self.wan.kind == "ti2v":  # blended back after each step: the first latent frame is the given one
             condition = latents[0, :, :1].float()
@@ -372,7 +394,7 @@ class SGLangClient:
         negative = answers[0].negative_text
         record = rollout.Record(videos, condition, stack("text"), negative[None] if negative is not None else None,
                                 transitions, {})  # fmt: skip
-        return record, stack("pixels"), sum(a.seconds for a in answers)
+        return record, stack("pixels").float() / 255, sum(a.seconds for a in answers)
 
     # ------------------------------------------------------------------------- LoRA, memory, checks
 
@@ -387,19 +409,31 @@ class SGLangClient:
         for tensors in adapters.values():
             check_adapters(tensors, self.shapes)
         self.latest = adapters, rank, alpha, dtype, how, folder
+        self._at_each(self.send)
+
+    def synced(self):
+        """On all ranks, once all servers have been given the LoRA."""
+        self.version += 1
+        self.processes.clear()
+
+    def _at_each(self, action):
+        """action(url) for the servers this rank is responsible for: again after a failure, a launched one waited for.
+
+        A server of the user's that goes on failing is left alone until the next sync.
+        """
         for place in [None] if self.responsible is True else self.responsible:
             for attempt in range(self.retries + 1):
-                url = place or self.current_urls()[0]
+                url = place or self._next_url()
                 try:
-                    self.send(url)
+                    action(url)
                     self.down.pop(url, None)
                     break
                 except ServerError as error:
-                    if attempt == self.retries or (error.gone and place):
-                        if not place:
-                            raise UserError(f"LoRA sync failed {attempt + 1} times, the last: {error}") from None
+                    if place and (error.gone or attempt == self.retries):
                         self.down[url] = str(error)
                         break
+                    if attempt == self.retries:
+                        raise UserError(f"{attempt + 1} attempts failed, the last: {error}") from None
                     self._after_failure(url, error)
 
     def send(self, url):
@@ -410,12 +444,17 @@ class SGLangClient:
             tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
             if how == "disk":
                 path = os.path.abspath(os.path.join(folder, f"lora_{expert}_{time.time_ns()}"))  # never read twice
-                os.makedirs(path)
-                save_file(tensors, os.path.join(path, "lora.safetensors"))
                 body = dict(lora_nickname=expert, lora_path=path, target=target, lora_alpha=int(alpha),
                             merge_mode="dynamic")  # fmt: skip
-                post(f"{url}/v1/set_lora", body, self.timeout)
-                remove_folder(path)
+                try:
+                    os.makedirs(path)
+                    save_file(tensors, os.path.join(path, "lora.safetensors"))
+                    post(f"{url}/v1/set_lora", body, self.timeout)
+                except (OSError, SafetensorError) as error:
+                    raise UserError(f"lora_sync_dir={folder}: {error}: want a folder with room for the LoRA, or "
+                                    "lora_sync=tensor") from None  # fmt: skip
+                finally:
+                    shutil.rmtree(path, ignore_errors=True)
             else:
                 payload = base64.b64encode(pickle.dumps(list(tensors.items()), protocol=4)).decode()
                 body = dict(serialized_named_tensors=[payload], weight_update_mode="lora_merge",
@@ -425,36 +464,37 @@ class SGLangClient:
                     raise UserError(f"{url}: sent a LoRA of {layers} layers, it says: {message}")
         nonzero = any(tensor.any() for tensors in adapters.values() for name, tensor in tensors.items()
                       if ".lora_B." in name)  # fmt: skip
-        if nonzero and url in self.untrained:  # the first one that can be seen
-            if torch.equal(self.ask(url, *self.probe).latents, self.untrained.pop(url)):
-                raise UserError(f"{url}: a LoRA was synced and the same rollout didn't change: want it started by "
-                                "python sglang_server.py (--lora-merge-mode dynamic)")  # fmt: skip
+        before = self.untrained.pop(url, None) if nonzero else None  # the first LoRA that can be seen
+        if before is not None and torch.equal(self.ask(url, *self.probe).latents, before):
+            raise UserError(f"{url}: a LoRA was synced and the same rollout didn't change: want it started by "
+                            "python sglang_server.py (--lora-merge-mode dynamic)")  # fmt: skip
 
     def memory(self, wanted):
         """wanted "release" | "resume": the GPU memory of the servers this rank is responsible for."""
-        for url in self.current_urls() if self.responsible is True else self.responsible:
-            try:
-                post(f"{url}/{wanted}_memory_occupation", {}, self.timeout)
-            except ServerError as error:
-                raise UserError(f"sglang_colocated=True: {error}") from None
+        self._at_each(lambda url: post(f"{url}/{wanted}_memory_occupation", {}, self.timeout))
+        if self.down:
+            raise UserError(f"sglang_colocated=True: couldn't {wanted} memory: {'; '.join(self.down.values())}")
 
     def check(self, url, prompt, image):
         """The server is there, with this model and this version's answers: a whole rollout. UserError, one line."""
         try:
-            with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
+            with sglang_server.HTTP.open(f"{url}/server_info", timeout=30) as answer:
                 info = json.load(answer)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            served, ours = info["model_path"], self.wan.model
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{url}: no SGLang server there ({getattr(error, 'reason', error)}): start one with "
                             "python sglang_server.py, or set sglang_launch=True") from None  # fmt: skip
         if info.get("version") != WRITTEN_FOR:
             print(f"{url} runs sglang {info.get('version')}; this client was written for {WRITTEN_FOR}", flush=True)
-        served = str(info.get("model_path"))
-        if os.path.basename(served.rstrip("/")) != os.path.basename(self.wan.model.rstrip("/")):
-            raise UserError(f"{url}: serves {served}, want {self.wan.model}")
+        here = os.path.isdir(served) and os.path.isdir(ours)  # else on another machine, or a hub id
+        if (os.path.realpath(served) != os.path.realpath(ours) if here else
+                os.path.basename(served.rstrip("/")) != os.path.basename(ours.rstrip("/"))):  # fmt: skip
+            raise UserError(f"{url}: serves {served}, want {ours}")
         self.probe = prompt, image, 0, self.sampling["sigmas"]
         try:
+            post(f"{url}/v1/unmerge_lora_weights", {}, self.timeout)  # of a run before this one
             self.untrained[url] = self.ask(url, *self.probe).latents
+            if self.latest:  # started anew in the middle of a run
+                self.send(url)
         except ServerError as error:
             raise UserError(str(error)) from None
-        if self.latest:  # started anew in the middle of a run
-            self.send(url)

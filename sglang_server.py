@@ -8,6 +8,7 @@ train_grpo.py --rollout=sglang --sglang_urls=http://127.0.0.1:30000 then asks it
 it starts one by itself with the same function, restarts it when it dies, and ends it with the run.
 """
 
+import http.client
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import model as wan_model
@@ -29,13 +31,15 @@ CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration 
     ("t2v", 1): "Wan2.1-T2V-1.3B-Diffusers",
 }
 
+HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business with 127.0.0.1
+
 model = ""  # diffusers folder or hub id
-port = 30000  # of HTTP, on 127.0.0.1 only; port + 1, + 10 and + 20 are used inside the server
+port = 30000  # of HTTP, on 127.0.0.1; port + 1, + 10 and + 20 are used inside the server
 devices = ""  # CUDA_VISIBLE_DEVICES; "": as they are
 dtype = "bfloat16"  # "float32" | "bfloat16": of the transformer
 shift = 5.0  # of the noise levels; the trainer's
 command = ".venv-sglang/bin/sglang serve"  # what starts the server
-args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"
+args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"; "--host ..." opens it to everyone who reaches it
 
 
 def free_port(port):
@@ -82,7 +86,7 @@ def start(model, port, devices, dtype, shift, command, args, **popen):
 
 
 def end(process):
-    """End a server with all processes it started."""
+    """End a server with all processes it started: ten seconds to leave, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -91,27 +95,31 @@ def end(process):
             pass
 
 
-def is_up(url):
-    """Whether /health answers."""
+def health(url):
+    """-> "up"; "dead": its HTTP process answers that the worker behind it is gone; "away": nobody answers."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+        with HTTP.open(f"{url}/health", timeout=5):
+            return "up"
+    except urllib.error.HTTPError as error:
+        return "dead" if b"restart the server" in error.read() else "away"
+    except (OSError, http.client.HTTPException):
+        return "away"
 
 
 class LaunchedServer:
     """A server that belongs to this run: started, waited for, restarted at most `restarts` times, ended with the run.
 
-    `url_file` tells the other ranks of the node where it is; it is written only once `ready(url)` has returned, which
-    checks the server and gives it the latest LoRA. So nobody gets a rollout of a policy that it doesn't hold yet.
+    `url_file` tells the other ranks of the node where it is: nothing while it isn't up, or "error ..." once it is given
+    up. It is written when `ready(url)` has returned, which checks the server and gives it the latest LoRA: nobody gets
+    a rollout of a policy that it doesn't hold yet. `stopping()`: whether the run was asked to stop.
     """
 
-    def __init__(self, log_path, url_file, timeout, restarts, ready, port, **settings):
-        self.log_path, self.url_file, self.timeout, self.restarts, self.ready = (
-            log_path, url_file, timeout, restarts, ready)  # fmt: skip
-        self.port, self.settings, self.ending = port, settings, threading.Event()
-        self.process = None
+    def __init__(self, log_path, url_file, timeout, restarts, ready, stopping, port, **settings):
+        self.log_path, self.url_file, self.timeout, self.restarts = log_path, url_file, timeout, restarts
+        self.ready, self.stopping, self.port, self.settings = ready, stopping, port, settings
+        self.ending, self.process, self.url = threading.Event(), None, ""
+        with open(log_path, "wb"):
+            self.publish("")
         self._start()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -119,20 +127,20 @@ class LaunchedServer:
         self.port = free_port(self.port)
         with open(self.log_path, "ab") as log:
             self.process = start(port=self.port, **self.settings, stdout=log, stderr=log)
-        url, until = f"http://127.0.0.1:{self.port}", time.time() + self.timeout
+        self.url, until = f"http://127.0.0.1:{self.port}", time.time() + self.timeout
         try:
-            while not is_up(url):
-                if self.ending.wait(0.5):
-                    return
-                if self.process.poll() is not None:
-                    raise UserError(f"the SGLang server ended with code {self.process.returncode}: {self.tail()}")
+            while (state := health(self.url)) != "up":
+                if self.process.poll() is not None or state == "dead":
+                    raise UserError(f"the SGLang server ended (code {self.process.poll()}): {self.tail()}")
                 if time.time() > until:
                     raise UserError(f"the SGLang server isn't up after {self.timeout:g} s: {self.tail()}")
-            self.ready(url)
-        except UserError:
+                if self.ending.wait(0.5) or self.stopping():
+                    raise UserError("stopped while the SGLang server was starting")
+            self.ready(self.url)
+        except BaseException:
             end(self.process)
             raise
-        self.publish(url)
+        self.publish(self.url)
 
     def publish(self, text):
         with open(f"{self.url_file}.tmp", "w") as file:
@@ -142,23 +150,25 @@ class LaunchedServer:
     def tail(self):
         """The end of the log, for an error's one line."""
         with open(self.log_path, "rb") as log:
-            lines = log.read()[-20_000:].decode(errors="replace").splitlines()
+            log.seek(max(0, os.path.getsize(self.log_path) - 20_000))
+            lines = log.read().decode(errors="replace").splitlines()
         telling = [line for line in lines if "rror" in line] or lines or ["nothing"]
         return f"{telling[-1].strip()[-300:]} (the rest is in {self.log_path})"
 
     def _watch(self):
         while not self.ending.wait(1.0):
-            if self.process.poll() is None:
+            if self.process.poll() is None and health(self.url) != "dead":
                 continue
+            self.publish("")
             end(self.process)  # what it left running
             try:
                 if self.restarts == 0:
                     raise UserError(f"the SGLang server died once more than sglang_retries allows: {self.tail()}")
                 self.restarts -= 1
-                print(f"the SGLang server died (code {self.process.returncode}): {self.tail()}; restarting it",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                print(f"the SGLang server died: {self.tail()}; restarting it", file=sys.stderr, flush=True)
+                self.port += 50  # another URL, so that nobody takes it for the one before
                 self._start()
-            except UserError as error:
+            except Exception as error:
                 self.publish(f"error {error}")
                 return
 
@@ -172,8 +182,14 @@ def main():
         raise UserError("model is empty: want --model=, a diffusers folder or hub id")
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype={dtype}: want float32 or bfloat16")
-    process = start(model, free_port(port), devices, dtype, shift, command, args)
-    signal.signal(signal.SIGTERM, lambda *_: end(process))
+    if free_port(port) != port:
+        raise UserError(f"port={port}: in use, or one of {port + 1}, {port + 10}, {port + 20}: want another")
+    process = start(model, port, devices, dtype, shift, command, args)
+
+    def leave(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         code = process.wait()
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ run (more minibatches are drawn from each rank's own videos).
 import math
 import os
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -86,7 +86,7 @@ sglang_devices = ""  # its CUDA_VISIBLE_DEVICES
 trainer_devices = ""  # this process's CUDA_VISIBLE_DEVICES
 sglang_colocated = False  # server and trainer on the same GPUs: its memory is released while training
 sglang_concurrency = 4  # requests in flight a rank
-sglang_timeout = 600.0  # seconds a request may take, and a start
+sglang_timeout = 300.0  # seconds a request may take, and a start
 sglang_retries = 2  # of a request, and restarts of a server
 lora_sync = "disk"  # "disk": by safetensors files that the server sees | "tensor": inside the request, to any machine
 lora_sync_dir = "/dev/shm"  # for "disk"
@@ -229,7 +229,7 @@ server = None
 if rollout == "sglang":  # text encoder and VAE are the server's
     with fsdp.all_ranks_agree():
         server = sglang_client.connect(config, wan, latent_shape, guidance, sigmas, device, rank, world_size,
-                                       train_prompts)  # fmt: skip
+                                       train_prompts, lambda: stop.requested)  # fmt: skip
     say(f"servers    {', '.join(server.current_urls())}: each made a video of {train_prompts.prompts[0]!r}")
 else:
     tokenizer, text_encoder = encoders.load_text_encoder(model, device)
@@ -340,10 +340,11 @@ def roll_out(iteration, window, spent):
     starts = range(rank * videos_each, (rank + 1) * videos_each, rollout_batch)
     if server:  # all of them at once: it works on some while others are scored here
         measured = drift_due(iteration)  # in this rank's first batch
-        asked = {n: server.submit(train_prompts, prompt_indices[n // group_size],
-                                  wan_rollout.seed_of(seed, iteration, n), sigmas, window,
-                                  measured and n < starts.start + rollout_batch)
-                 for n in range(starts.start, starts.start + videos_each)}  # fmt: skip
+        with fsdp.all_ranks_agree():
+            asked = {n: server.submit(train_prompts, prompt_indices[n // group_size],
+                                      wan_rollout.seed_of(seed, iteration, n), sigmas, window,
+                                      measured and n < starts.start + rollout_batch)
+                     for n in range(starts.start, starts.start + videos_each)}  # fmt: skip
     for start in tqdm(starts, desc="rollout", leave=False, disable=None if is_main else True):
         if stop.anywhere():
             if server:
@@ -353,8 +354,8 @@ def roll_out(iteration, window, spent):
         prompt_of = [prompt_indices[n // group_size] for n in videos]
         if server:
             started = now()
-            with fsdp.all_ranks_agree():
-                record, pixels, in_server = server.collect(videos, [asked[n] for n in videos], window, sigmas)
+            with saving(iteration), fsdp.all_ranks_agree():
+                record, pixels, in_server = server.collect(videos, [asked.pop(n) for n in videos], window, sigmas)
             pixels = pixels.to(device)
             end_phase("roll", started, spent)
             spent["in_server"] = spent.get("in_server", (0.0, 0.0))[0] + in_server, 0.0
@@ -377,14 +378,18 @@ def give_servers(tensors):
     """The LoRA sync: gathered on all ranks, sent whole by the rank responsible for a server, agreed on by all."""
     started = time.perf_counter()
     adapters = wan_model.by_expert(fsdp.gather(tensors, wanted=bool(server.responsible)))
+    if sglang_colocated and device.type == "cuda":
+        torch.cuda.empty_cache()  # what training's peak left reserved is the server's now
+        fsdp.barrier()
     with fsdp.all_ranks_agree():
         if server.responsible:
             if sglang_colocated:
                 server.memory("resume")
             server.sync(adapters, lora_rank, lora_alpha, wan.dtype, lora_sync, lora_sync_dir)
-    gone = fsdp.reduce_max([float(url in server.down) for url in server.urls])
-    server.down = {url: server.down.get(url, f"{url} failed at the sync") for url, down in
-                   zip(server.urls, gone, strict=True) if down}  # fmt: skip
+    failed = [float(url in server.down and url in server.responsible) for url in server.urls]
+    server.down = {url: server.down.get(url, f"{url} failed at the sync")
+                   for url, down in zip(server.urls, fsdp.reduce_max(failed), strict=True) if down}  # fmt: skip
+    server.synced()
     return time.perf_counter() - started
 
 
@@ -491,10 +496,11 @@ def check_reference(record):
 def generate(positions):
     """Held-out videos b f 3 h w in 0..1 by the ODE sampler: the prompts in turn, a position's noise always the same."""
     if server:
-        asked = [server.submit(eval_prompts, i % len(eval_prompts), wan_rollout.seed_of(seed, validate.VALIDATION, i),
-                               eval_sigmas) for i in positions]  # fmt: skip
         with fsdp.all_ranks_agree():
-            return torch.stack([future.result().pixels for future in asked]).to(device)
+            asked = [server.submit(eval_prompts, i % len(eval_prompts),
+                                   wan_rollout.seed_of(seed, validate.VALIDATION, i), eval_sigmas)
+                     for i in positions]  # fmt: skip
+            return torch.stack([future.result().pixels for future in asked]).to(device) / 255
     condition, text, negative_text = conditions(eval_prompts, [i % len(eval_prompts) for i in positions])
     noise = torch.stack([wan_rollout.randn(latent_shape, seed, validate.VALIDATION, i) for i in positions]).to(device)
     return decode(wan_rollout.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance)[0])
@@ -516,6 +522,16 @@ def evaluate(iteration):
         metrics.write({"step": iteration, **{f"eval/{name}": mean for name, mean in means.items()},
                        **{f"eval_error/{name}": error for name, error in errors.items()}})  # fmt: skip
         draw_curves(out_dir)
+
+
+@contextmanager
+def saving(iteration):
+    """Inside, servers are needed: when none can be had, all ranks save what was trained so far before they stop."""
+    try:
+        yield
+    except (UserError, SystemExit):
+        save(iteration)
+        raise
 
 
 def due(interval, iteration):
@@ -546,25 +562,24 @@ for iteration in range(start_iteration, max_iterations):
     # 1. roll out and score: an SDE inside the window, the flow's ODE outside
     spent, drift = {}, {}  # phase -> seconds, peak GiB
     window = wan_rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
-    try:
-        if server:
+    if server:
+        with saving(iteration):
             spent["sync"] = give_servers(parameters), 0.0
-        records = roll_out(iteration, window, spent)
-        release_servers()
-    except (UserError, SystemExit):  # on all ranks alike
-        if server:  # most likely none can be had any more
-            save(iteration)
-        raise
+        drift["lora_version"] = server.version
+    records = roll_out(iteration, window, spent)
     if records is None:
         save(iteration)  # nothing has been trained on this iteration's videos yet
         say("stopped: SIGTERM; the same command resumes")
         break
+    release_servers()
     started = now()
     if server and drift_due(iteration):
-        with torch.no_grad():
-            drift = sglang_client.measure_drift(records[0], partial(score, wan), sigmas, law, noise_level, wan.dtype)
+        with torch.no_grad(), saving(iteration):
+            # bf16 rounding was seen to make 0.02 without guidance and 0.14 with
+            most = 1e-3 if wan.dtype == torch.float32 else 0.05 if guidance_scale == 1 else 0.3
+            drift |= sglang_client.measure_drift(records[0], partial(score, wan), sigmas, law, noise_level, most)
         say("drift      server against trainer: " + ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}"
-                                                             for name, value in drift.items()))  # fmt: skip
+                                                             for name, value in drift.items() if "/" in name))
         if max(value for name, value in drift.items() if "ratio" in name) > clip_range:
             say(f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
                 "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip

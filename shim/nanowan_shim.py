@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 WRITTEN_FOR = "0.5.23"
+PROCESS = f"{os.getpid()}-{time.time_ns()}"
 
 
 def add_cpu_operations():
@@ -77,7 +78,10 @@ def return_image_latents():
 
 
 def answer_with_bytes():
-    """Videos travel as 8-bit numbers, as a file would hold them: 59 MB instead of 235 MB for 49 x 480 x 832."""
+    """Videos travel as 8-bit numbers, as a file would hold them: 59 MB instead of 235 MB for 49 x 480 x 832.
+
+    Each answer's request_id begins with a number of this process: a client sees when a server was started anew.
+    """
     from sglang.multimodal_gen.runtime.entrypoints.post_training import rollout_api
 
     build_response = rollout_api._build_response
@@ -85,7 +89,7 @@ def answer_with_bytes():
     def build_with_bytes(request_id, prompt, seed, rollout, result):
         if result.output.is_floating_point():
             result.output = (result.output.clamp(0, 1) * 255).round().to(torch.uint8)
-        return build_response(request_id, prompt, seed, rollout, result)
+        return build_response(f"{PROCESS}/{request_id}", prompt, seed, rollout, result)
 
     rollout_api._build_response = build_with_bytes
 
@@ -112,7 +116,7 @@ def end_with_launcher():
             time.sleep(2)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
-    if launcher and os.path.exists(f"/proc/{launcher}"):
+    if launcher:
         threading.Thread(target=watch, daemon=True).start()
 
 

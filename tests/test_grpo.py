@@ -707,7 +707,7 @@ def test_bad_input_is_one_line(world, tmp_path, monkeypatch):
         (dict(sde_window="(-1,3)"), "sde_window=(-1, 3): want "),
         (dict(sde_window="(0,4)", law="cps"), "hi <= 3"),
         (dict(noise_level=0), "noise_level=0.0: an SDE wants more than 0"),
-        (dict(law="euler"), "law=euler: want one of flow, dance, cps"),
+        (dict(law="euler"), "law=euler: want flow, dance or cps"),
         (dict(law="cps", ratio_norm=True), "ratio_norm=True"),
         (dict(rewards="firstframe:1.0"), "rewards=firstframe:1.0: got 'firstframe' (did you mean first_frame?)"),
         (dict(eval_rewards="beauty"), "eval_rewards=beauty: got 'beauty'"),
