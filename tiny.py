@@ -1,10 +1,11 @@
 """Build the tiny world: everything the scripts need to run in minutes on a laptop, without a download.
 
-    python tiny.py                   # about half a minute on one core, 50 MB in out/tiny/
+    python tiny.py                   # about half a minute on one core, 80 MB in out/tiny/
 
     out/tiny/i2v/                    like Wan2.2-I2V-A14B: two experts, 36 input channels, boundary 0.9
     out/tiny/ti2v/                   like Wan2.2-TI2V-5B: one expert, expand_timesteps
     out/tiny/t2v/                    like Wan2.2-T2V-A14B: two experts, boundary 0.875
+    out/tiny/ti2v_conv/              like Wan2.2-TI2V-5B with a convolutional VAE, random: for SGLang servers
     out/tiny/robot.hdf5              demonstrations in RoboCasa layout: two views, depth, cameras, language
     out/tiny/robot_mixed.hdf5        the same, but half of them move any way: a worse teacher, which RL can surpass
     out/tiny/train.jsonl eval.jsonl  prompts with their given images; no colour of eval is in train
@@ -28,7 +29,7 @@ import h5py
 import numpy as np
 import torch
 import transformers
-from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from PIL import Image
 from torch.nn import functional as F
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
@@ -247,17 +248,30 @@ def make_text_encoder(seed=0):
     return tokenizer, UMT5EncoderModel(config).eval()
 
 
-def make_transformer(in_channels, seed):
+def make_conv_vae(kind, seed=1):
+    """The released VAEs' architecture, few channels, random weights: it decodes to noise, but servers know it."""
     torch.manual_seed(seed)
-    return WanTransformer3DModel(in_channels=in_channels, **TRANSFORMER).eval()
+    small = dict(base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True])
+    if kind != "ti2v":  # the VAE of Wan 2.1
+        return AutoencoderKLWan(**small)
+    return AutoencoderKLWan(**small, decoder_base_dim=8, z_dim=48, is_residual=True, in_channels=12, out_channels=12,
+                            patch_size=2, scale_factor_spatial=16, latents_mean=torch.linspace(-1, 1, 48).tolist(),
+                            latents_std=torch.linspace(0.5, 1.5, 48).tolist())  # fmt: skip
+
+
+def make_transformer(in_channels, seed, out_channels=16):
+    torch.manual_seed(seed)
+    return WanTransformer3DModel(**TRANSFORMER | dict(in_channels=in_channels, out_channels=out_channels)).eval()
 
 
 def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0):
     """Save a model folder with random experts, by the pipeline class of its released model. kind: i2v, ti2v, t2v."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
     parts = dict(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler)
-    high = make_transformer(36 if kind == "i2v" else 16, seed)
-    low = None if kind == "ti2v" else make_transformer(36 if kind == "i2v" else 16, seed + 1)
+    z = vae.config.z_dim
+    channels = dict(in_channels=2 * z + 4 if kind == "i2v" else z, out_channels=z)
+    high = make_transformer(seed=seed, **channels)
+    low = None if kind == "ti2v" else make_transformer(seed=seed + 1, **channels)
     if kind == "i2v":
         pipeline = diffusers.WanImageToVideoPipeline(transformer=high, transformer_2=low, boundary_ratio=0.9, **parts)
     elif kind == "t2v":
@@ -282,9 +296,10 @@ def main():
         tokenizer, text_encoder = make_text_encoder(seed)
         for kind in ("i2v", "ti2v", "t2v"):
             make_checkpoint(folder / kind, kind, vae, tokenizer, text_encoder, seed)
+        make_checkpoint(folder / "ti2v_conv", "ti2v", make_conv_vae("ti2v"), tokenizer, text_encoder, seed)
     except OSError as error:
         raise UserError(f"out={out}: can't write there ({error})") from error
-    print(f"{folder}: {num_demos} demos, {len(PROMPTS)} prompts, models i2v ti2v t2v of "
+    print(f"{folder}: {num_demos} demos, {len(PROMPTS)} prompts, models i2v ti2v t2v ti2v_conv of "
           f"{make_transformer(36, 0).num_parameters() / 1e6:.2f} M parameters an expert")  # fmt: skip
 
 

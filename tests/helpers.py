@@ -14,11 +14,21 @@ import pytest
 import safetensors.torch
 import torch
 
+import model as wan_model
 from configurator import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def load(folder, dtype=torch.float32):
+    """A checkpoint's experts in this process -> model.Wan."""
+    wan = wan_model.describe(str(folder))
+    wan.dtype = dtype
+    for expert in wan.expert_names:
+        wan.experts[expert] = wan_model.load_transformer(wan, expert, "cpu", dtype)
+    return wan
 
 
 def flags(settings):

@@ -12,19 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import model as wan_model
 import rollout
 from configurator import UserError
+from helpers import load
 
 ATTENTION = "to_q,to_k,to_v,to_out.0"
 EVERYTHING = f"{ATTENTION},ffn.net.0.proj,ffn.net.2"
 SIGMA = {"high": torch.tensor([0.95]), "low": torch.tensor([0.5]), "single": torch.tensor([0.7])}
 FLOAT32 = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")  # what Wan keeps in float32 under bfloat16
-
-
-def load(folder, dtype=torch.float32):
-    wan = wan_model.describe(folder)
-    wan.dtype = dtype
-    for expert in wan.expert_names:
-        wan.experts[expert] = wan_model.load_transformer(wan, expert, "cpu", dtype)
-    return wan
 
 
 def velocities(wan):

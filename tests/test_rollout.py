@@ -6,17 +6,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, 
 import encoders
 import model as wan_model
 import rollout
+from helpers import load
 
 SIZE = dict(height=16, width=32, num_frames=9)  # latents 16 3 4 8
 PROMPT, NEGATIVE = "a red ball moves left", "blue"
-
-
-def load(folder, dtype=torch.float32):
-    wan = wan_model.describe(folder)
-    wan.dtype = dtype
-    for expert in wan.expert_names:
-        wan.experts[expert] = wan_model.load_transformer(wan, expert, "cpu", dtype)
-    return wan
 
 
 def record(experts):

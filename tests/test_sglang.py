@@ -18,13 +18,11 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import diffusers
 import msgpack
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
 from PIL import Image
 
 import encoders
@@ -35,7 +33,7 @@ import sglang_client
 import sglang_server
 import tiny
 from configurator import UserError
-from helpers import ENVIRONMENT, REPOSITORY, flags, free_ports, refusal, rows_of, script
+from helpers import ENVIRONMENT, REPOSITORY, flags, free_ports, load, refusal, rows_of, script
 
 SGLANG = REPOSITORY / ".venv-sglang/bin/sglang"
 real = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG.exists(), reason="no .venv-sglang: make sglang installs it")]
@@ -58,20 +56,11 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sglang")
     tiny.make_prompts(folder)
     tokenizer, text_encoder = tiny.make_text_encoder()
-    torch.manual_seed(1)
-    small = dict(base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True])
-    vae_22 = AutoencoderKLWan(**small, decoder_base_dim=8, z_dim=48, is_residual=True, in_channels=12, out_channels=12,
-                              patch_size=2, scale_factor_spatial=16, latents_mean=torch.linspace(-1, 1, 48).tolist(),
-                              latents_std=torch.linspace(0.5, 1.5, 48).tolist())  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(num_layers=2, num_attention_heads=2, ffn_dim=128, rope_max_seq_len=1024).items():
+        for name, value in dict(num_layers=2, num_attention_heads=2, ffn_dim=128).items():
             patch.setitem(tiny.TRANSFORMER, name, value)
-        tiny.make_checkpoint(folder / "i2v", "i2v", AutoencoderKLWan(**small), tokenizer, text_encoder, seed=1)
-        patch.setitem(tiny.TRANSFORMER, "out_channels", 48)
-        scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
-        diffusers.WanPipeline(transformer=tiny.make_transformer(48, 1), expand_timesteps=True, vae=vae_22,
-                              tokenizer=tokenizer, text_encoder=text_encoder,
-                              scheduler=scheduler).save_pretrained(folder / "ti2v")  # fmt: skip
+        for kind in ("ti2v", "i2v"):
+            tiny.make_checkpoint(folder / kind, kind, tiny.make_conv_vae(kind), tokenizer, text_encoder, seed=1)
     return folder
 
 
@@ -157,7 +146,7 @@ class FakeServer(BaseHTTPRequestHandler):
                 self.server.shutdown_request(self.request)
                 return
             self.answer(code, b'{"detail": "no luck"}')
-        elif self.path in ("/v1/unmerge_lora_weights", "/v1/set_lora"):
+        elif self.path in ("/v1/unmerge_lora_weights", "/v1/set_lora") or "memory" in self.path:
             self.answer(200, b"{}")
         elif self.path == "/update_weights_from_tensor":
             self.answer(200, json.dumps({"success": True, "message": self.server.message}).encode())
@@ -329,6 +318,18 @@ def test_sync_counts_what_was_applied_and_leaves_failed_servers_out(world, fakes
             client.sync(adapters, 4, 8.0, torch.float32, "tensor", "")
 
 
+def test_memory_is_released_by_the_responsible_rank(world, fakes):
+    urls = [server.url for server in fakes]
+    client, _ = make_client(world, urls=urls, responsible=urls[1:], retries=0)
+    client.memory("release")
+    client.memory("resume")
+    assert not fakes[0].bodies
+    assert fakes[1].bodies == [("/release_memory_occupation", {}), ("/resume_memory_occupation", {})]
+    fakes[1].broken = [500]  # as on a CPU
+    with pytest.raises(UserError, match="sglang_colocated=True: couldn't release memory: .* answered 500"):
+        client.memory("release")
+
+
 def test_a_sync_that_changes_nothing_is_noticed(world, fakes):
     client, lines = make_client(world, urls=[fakes[0].url], responsible=[fakes[0].url])
     client.check(fakes[0].url, lines.prompts[0], sglang_client.png_url(lines, 0))
@@ -427,8 +428,7 @@ def serve(world, tmp_path_factory):
 
 def local_world(world, kind):
     """The same model in this process -> Wan with its experts, VAE, embeddings of a prompt."""
-    wan = wan_model.describe(str(world / kind))
-    wan.experts = {expert: wan_model.load_transformer(wan, expert, "cpu", torch.float32) for expert in wan.expert_names}
+    wan = load(world / kind)
     vae = encoders.load_vae(wan.model, "cpu")
     tokenizer, text_encoder = encoders.load_text_encoder(wan.model, "cpu", dtype=torch.float32)
     return wan, vae, lambda prompts: encoders.encode_text(tokenizer, text_encoder, prompts, 512)
@@ -568,10 +568,10 @@ def test_three_iterations_by_a_server_equal_three_in_process(world, serve, tmp_p
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=real)])
 def test_a_model_that_is_not_the_servers_is_noticed(world, serve, tmp_path, monkeypatch, mark):
     """The same name and shapes, other weights: found by the first comparison of velocities."""
-    load = wan_model.load_transformer
+    load_transformer = wan_model.load_transformer
 
     def load_another(*args, **kwargs):
-        transformer = load(*args, **kwargs)
+        transformer = load_transformer(*args, **kwargs)
         transformer.proj_out.weight.data *= 1.01
         return transformer
 
