@@ -38,7 +38,13 @@ _attention = []  # the context that orders attention kernels; dropped, it would 
 
 
 def order_attention_kernels():
-    """cuDNN's attention before PyTorch's own flash kernel, for the whole process."""
+    """cuDNN's attention before PyTorch's own flash kernel, for the whole process.
+
+    Not before cuDNN 9.15.1, where PyTorch leaves it off: it erred on lengths that aren't multiples of 128.
+    """
+    version = torch.backends.cudnn.version()
+    if version and version <= 91500:
+        return
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     _attention.append(sdpa_kernel(order, set_priority=True))
     _attention[-1].__enter__()

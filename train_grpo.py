@@ -214,6 +214,8 @@ estimate = wan_model.estimate_memory(
     world_size // dp_replicate, wan.dtype, lora_rank, lora_targets, checkpointing)  # fmt: skip
 say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU in training, without VAE and rewards: weights "
     f"{estimate['weights']:.1f}, trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")
+if device.type == "cuda" and sum(estimate.values()) > torch.cuda.get_device_properties(device).total_memory / 2**30:
+    say("warning    that is more than the GPU has: lower rollout_batch, set checkpointing=full, or use more GPUs")
 say(f"grid       {num_steps} steps, shift {shift:g}: " + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
 say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise level {noise_level:g} in "
     f"{num_sde_steps} steps of {sde_window}, {wan_model.num_tokens(latent_shape):,} tokens a video, "
@@ -320,7 +322,7 @@ def sample_here(iteration, window, videos, prompt_of, spent):
                                               noise_level=noise_level, window=window,
                                               generators=generators)  # fmt: skip
     started = end_phase("roll", started, spent)
-    if wan.kind == "ti2v" and not torch.equal(latents[:, :, :1], condition):
+    if wan.kind == "ti2v" and latents.isfinite().all() and not torch.equal(latents[:, :, :1], condition):
         raise RuntimeError("the given frame changed in the rollout")
     pixels = decode(latents)
     end_phase("decode", started, spent)
@@ -455,7 +457,21 @@ def drift_due(iteration):
     return iteration - start_iteration < 2 or iteration % drift_interval == 0
 
 
-def check_first_ratio(records):
+def rescore(records):
+    """Let the trainer say how probable the rollout's steps were, with gradients switched on as in training: the
+    sampler's kernels may be others -> {step of the window: largest |ratio - 1| of its numbers, on any rank}."""
+    drift = dict.fromkeys((t.step for t in records[0].transitions), 0.0)
+    for record in records:
+        for t in record.transitions:
+            mean, _, log_prob, _ = score(wan, record, t)
+            mean, log_prob = mean.detach().cpu(), log_prob.detach().cpu()  # and the graph is gone
+            if t.log_prob is not None:
+                drift[t.step] = max(drift[t.step], ((log_prob - t.log_prob).exp() - 1).abs().max().item())
+            t.mean, t.log_prob = mean, log_prob
+    return dict(zip(drift, fsdp.reduce_max(list(drift.values())), strict=True))
+
+
+def check_first_ratio(records, sampler_drift):
     """The policy that drew a rollout and the one about to be trained must be the same: drift of the ratio a step."""
     record = records[0]
     drift = [((score(wan, record, t)[2] - t.log_prob.to(device)).exp() - 1).abs().max().item()
@@ -465,10 +481,13 @@ def check_first_ratio(records):
         + (", the given frame unchanged" if wan.kind == "ti2v" else ""))  # fmt: skip
     say("self-check ratio of the first update: 1 +- "
         + ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(drift, record.transitions, strict=True))
-        + f"; clip_range {clip_range:g}")  # fmt: skip
-    if max(drift) > clip_range:
+        + f"; clip_range {clip_range:g}"
+        + (f"; by the sampler's own log-probs it would be 1 +- {max(sampler_drift.values()):.1e}"
+           if sampler_drift else ""))  # fmt: skip
+    if not max(drift) <= clip_range:
         raise UserError(f"before any update the trainer's ratios differ from 1 by {max(drift):.1e}, more than "
-                        f"clip_range={clip_range:g}: set recompute_log_prob=True, or dtype=float32")  # fmt: skip
+                        f"clip_range={clip_range:g}: set " + ("a larger one" if recompute_log_prob else
+                        "recompute_log_prob=True") + ", or dtype=float32")  # fmt: skip
 
 
 def check_reference(record):
@@ -561,6 +580,8 @@ elif due(eval_interval, start_iteration):  # interrupted in it?
 for iteration in range(start_iteration, max_iterations):
     # 1. roll out and score: an SDE inside the window, the flow's ODE outside
     spent, drift = {}, {}  # phase -> seconds, peak GiB
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of loading or an evaluation
     window = wan_rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
     if server:
         with saving(iteration):
@@ -583,15 +604,12 @@ for iteration in range(start_iteration, max_iterations):
         if max(value for name, value in drift.items() if "ratio" in name) > clip_range:
             say(f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
                 "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
-    if recompute_log_prob:  # with gradients switched on, as in training: the sampler's kernels may be others
-        for record in records:
-            for t in record.transitions:
-                mean, _, log_prob, _ = score(wan, record, t)
-                t.mean, t.log_prob = mean.detach().cpu(), log_prob.detach().cpu()
+    sampler_drift = rescore(records) if recompute_log_prob else {}
     if iteration == start_iteration:
-        check_first_ratio(records)
+        check_first_ratio(records, sampler_drift)
         if lora_rank:
             check_reference(records[0])
+    started = end_phase("score", started, spent)
 
     # 2. advantages: how much better a video is than the others of its prompt
     each = {name: from_all_ranks(records, name) for name in train_rewards}  # name -> prompts x members, flat
@@ -637,6 +655,8 @@ for iteration in range(start_iteration, max_iterations):
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
                skipped_steps=skipped_steps, **drift)  # fmt: skip
+    if sampler_drift and not server:  # of a server it is drift/ratio, where it was measured
+        row["sampler_drift"] = max(sampler_drift.values())
     for name, (seconds, peak) in spent.items():
         row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})
     row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}

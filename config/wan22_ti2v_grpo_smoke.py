@@ -1,4 +1,4 @@
-# Two iterations of config/wan22_ti2v_grpo.py with an evaluation of two videos: does it fit, how long does it take?
+# Two iterations of config/wan22_ti2v_grpo.py with an evaluation of four videos: does it fit, how long does it take?
 model = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 data_jsonl = "train.jsonl"
 eval_data_jsonl = "val.jsonl"
@@ -33,7 +33,7 @@ ema_decay = 0.9
 ema_interval = 4
 
 eval_interval = 2
-num_eval_samples = 2
+num_eval_samples = 4
 num_eval_videos = 2
 num_eval_steps = 20
 fps = 24
