@@ -56,7 +56,8 @@ class Answer:
 def check_settings(settings, wan):
     """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
     if settings["sglang_launch"] == bool(settings["sglang_urls"]):
-        raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,...")
+        raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,..., got "
+                        + ("both" if settings["sglang_launch"] else "neither"))  # fmt: skip
     for url in filter(None, settings["sglang_urls"].split(",")):
         if not url.strip().startswith(("http://", "https://")):
             raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated")
@@ -77,6 +78,8 @@ def check_settings(settings, wan):
     if (settings["sglang_retries"] + 1) * settings["sglang_timeout"] > 1500:
         raise UserError(f"sglang_timeout={settings['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
                         "together, the other ranks wait meanwhile")  # fmt: skip
+    if settings["lora_sync"] == "disk" and not os.path.isdir(settings["lora_sync_dir"]):
+        raise UserError(f"lora_sync_dir={settings['lora_sync_dir']}: no such folder; want one that the server sees too")
     if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
         raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
 
@@ -274,7 +277,8 @@ class SGLangClient:
                 self._after_failure(url, error)
                 failures += bool(self.url_file) or not error.gone  # of the user's servers the next one is asked
                 if failures > self.retries:
-                    raise UserError(f"no rollout after {failures} attempts, the last: {error}") from None
+                    raise UserError(f"no rollout after {failures} attempts, the last: {error}: is the server started "
+                                    "with this run's --dtype?") from None  # fmt: skip
 
     def current_urls(self):
         """Where the servers are now: none while a launched one isn't up. UserError once it has been given up."""
@@ -328,6 +332,8 @@ class SGLangClient:
         try:
             (answer,) = msgpack.unpackb(raw)
             return self._checked(url, answer, sigmas, asked, measured)
+        except UserError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # not what 0.5.23 answers
             raise UserError(f"{url}: can't read its answer ({error!r:.200}): want sglang {WRITTEN_FOR}") from None
 
@@ -447,7 +453,7 @@ class SGLangClient:
                 body = dict(lora_nickname=expert, lora_path=path, target=target, lora_alpha=int(alpha),
                             merge_mode="dynamic")  # fmt: skip
                 try:
-                    os.makedirs(path)
+                    os.mkdir(path)
                     save_file(tensors, os.path.join(path, "lora.safetensors"))
                     post(f"{url}/v1/set_lora", body, self.timeout)
                 except (OSError, SafetensorError) as error:
@@ -489,7 +495,7 @@ class SGLangClient:
         here = os.path.isdir(served) and os.path.isdir(ours)  # else on another machine, or a hub id
         if (os.path.realpath(served) != os.path.realpath(ours) if here else
                 os.path.basename(served.rstrip("/")) != os.path.basename(ours.rstrip("/"))):  # fmt: skip
-            raise UserError(f"{url}: serves {served}, want {ours}")
+            raise UserError(f"{url}: serves {served}, want {ours}: start it with this run's --model")
         self.probe = prompt, image, 0, self.sampling["sigmas"]
         try:
             post(f"{url}/v1/unmerge_lora_weights", {}, self.timeout)  # of a run before this one

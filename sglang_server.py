@@ -23,7 +23,7 @@ import urllib.request
 import model as wan_model
 from configurator import UserError, configure
 
-SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+_SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration sglang uses for it
     ("ti2v", 1): "Wan2.2-TI2V-5B-Diffusers",
     ("i2v", 2): "Wan2.2-I2V-A14B-Diffusers",
@@ -66,7 +66,7 @@ def start(model, port, devices, dtype, shift, command, args, **popen):
                    and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
                                     "ROLE_NAME", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
                    }  # fmt: skip
-    folders = [SHIM, *filter(None, [environment.get("PYTHONPATH")])]
+    folders = [_SHIM, *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "PYTHONPATH": os.pathsep.join(folders),
                     "NANOWAN_LAUNCHER": str(os.getpid())}  # fmt: skip
     if devices:
@@ -133,7 +133,7 @@ class LaunchedServer:
                 if self.process.poll() is not None or state == "dead":
                     raise UserError(f"the SGLang server ended (code {self.process.poll()}): {self.tail()}")
                 if time.time() > until:
-                    raise UserError(f"the SGLang server isn't up after {self.timeout:g} s: {self.tail()}")
+                    raise UserError(f"SGLang's server isn't up after sglang_timeout={self.timeout:g} s: {self.tail()}")
                 if self.ending.wait(0.5) or self.stopping():
                     raise UserError("stopped while the SGLang server was starting")
             self.ready(self.url)
@@ -160,12 +160,13 @@ class LaunchedServer:
             if self.process.poll() is None and health(self.url) != "dead":
                 continue
             self.publish("")
+            code = self.process.poll()  # None: only its worker died
             end(self.process)  # what it left running
             try:
                 if self.restarts == 0:
                     raise UserError(f"the SGLang server died once more than sglang_retries allows: {self.tail()}")
                 self.restarts -= 1
-                print(f"the SGLang server died: {self.tail()}; restarting it", file=sys.stderr, flush=True)
+                print(f"SGLang server died (code {code}): {self.tail()}; restarting it", file=sys.stderr, flush=True)
                 self.port += 50  # another URL, so that nobody takes it for the one before
                 self._start()
             except Exception as error:
@@ -195,7 +196,7 @@ def main():
     except KeyboardInterrupt:
         code = 0
     end(process)
-    sys.exit(max(code, 0))
+    sys.exit(code if code >= 0 else 128 - code)  # as a shell tells of a signal
 
 
 if __name__ == "__main__":

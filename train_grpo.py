@@ -171,7 +171,7 @@ with fsdp.all_ranks_agree():
                         f"at least num_sde_steps={num_sde_steps} apart")  # fmt: skip
     if prompts_per_iteration * group_size % (world_size * rollout_batch):
         raise UserError(f"prompts_per_iteration x group_size = {prompts_per_iteration * group_size} videos: want a "
-                        f"multiple of {world_size} ranks x rollout_batch {rollout_batch}: set it")  # fmt: skip
+                        f"multiple of {world_size} ranks x rollout_batch={rollout_batch}: change that")  # fmt: skip
     num_pairs = videos_each // rollout_batch * num_sde_steps
     if num_minibatches > num_pairs:
         raise UserError(f"num_minibatches={num_minibatches}: want at most {num_pairs}, a rank's batches of "
@@ -550,6 +550,7 @@ def saving(iteration):
         yield
     except (UserError, SystemExit):
         save(iteration)
+        say(f"saved      {out_dir}/ckpt/step_{iteration:06d}: the same command resumes, once the servers are there")
         raise
 
 
