@@ -20,7 +20,7 @@ import fsdp
 import model as wan_model
 import rollout
 import validate
-from configurator import UserError, configure
+from configurator import check_values, configure
 
 model = "random:i2v-a14b"  # random: and i2v-a14b, ti2v-5b, t2v-a14b or t2v-1.3b; fewer layers: random:i2v-a14b:10
 pointmaps = False  # a second row of cells under the first (HCPT)
@@ -40,14 +40,13 @@ dtype = "bfloat16"  # "float32" | "bfloat16"
 device = "auto"  # "auto" | "cpu" | "cuda"
 dp_replicate = 1  # whole copies of the model
 peak_tflops = 989.0  # for mfu
-configure(globals())
+config = configure(globals())
 
 rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
     wan = wan_model.describe(model)
     z_dim, stride = encoders.latent_geometry(model)
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
+    check_values(config, at_least={}, one_of=dict(dtype=("float32", "bfloat16")))
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
 wan.dtype = getattr(torch, dtype)
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, (1 + pointmaps) * cell_height // stride[1],

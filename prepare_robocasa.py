@@ -29,7 +29,7 @@ import encoders
 import fsdp
 import geometry
 import video
-from configurator import UserError, configure
+from configurator import UserError, check_values, configure
 from data import (
     LatentCache,
     RobotDemos,
@@ -183,14 +183,10 @@ with fsdp.all_ranks_agree():
     asked = [part.strip() for part in parts.split(",")]
     if unknown := set(asked) - set(PARTS):
         raise UserError(f"parts={parts}: {unknown.pop()!r} is none of {', '.join(PARTS)}")
-    for name in ("vae_dtype", "text_dtype", "cache_dtype"):
-        if config[name] not in DTYPES:
-            raise UserError(f"{name}={config[name]}: want {' or '.join(DTYPES)}")
+    check_values(config, at_least=dict(window_stride=1, encode_batch=1, max_text_tokens=1),
+                 one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))  # fmt: skip
     if not 0 <= box_percentile < 50:
         raise UserError(f"box_percentile={box_percentile}: want 0 to below 50")
-    for name in ("window_stride", "encode_batch", "max_text_tokens"):
-        if config[name] < 1:
-            raise UserError(f"{name}={config[name]}: want at least 1")
     kind = kind_of(model)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, cell_height, cell_width, stride)

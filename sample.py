@@ -131,7 +131,7 @@ mesh = fsdp.make_mesh(device, 1)
 settings = meta.get("config", {})
 for expert in wan.expert_names:
     adapter = (0, 0, "")  # rank, alpha, targets
-    trained = bool(settings) and settings.get("experts", "both") in ("both", expert)
+    trained = bool(settings) and settings["experts"] in ("both", expert)
     if trained and settings["lora_rank"]:
         adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
     elif lora and wan_model.has_lora(lora, expert):

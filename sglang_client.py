@@ -305,10 +305,9 @@ class SGLangClient:
 
         A launched one is restarted, given the LoRA and published under another URL: wait until that has begun.
         """
-        if not self.url_file:
-            if error.gone:
-                self.down[url] = str(error)
-                return
+        if error.gone and not self.url_file:
+            self.down[url] = str(error)
+            return
         until = time.time() + self.timeout
         while error.gone and self.current_urls() == [url] and time.time() < until:
             time.sleep(0.5)

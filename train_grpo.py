@@ -587,7 +587,6 @@ for iteration in range(start_iteration, max_iterations):
     if server:
         with saving(iteration):
             spent["sync"] = give_servers(parameters), 0.0
-        drift["lora_version"] = server.version
     records = roll_out(iteration, window, spent)
     if records is None:
         save(iteration)  # nothing has been trained on this iteration's videos yet
@@ -599,9 +598,9 @@ for iteration in range(start_iteration, max_iterations):
         with torch.no_grad(), saving(iteration):
             # bf16 rounding was seen to make 0.02 without guidance and 0.14 with
             most = 1e-3 if wan.dtype == torch.float32 else 0.05 if guidance_scale == 1 else 0.3
-            drift |= sglang_client.measure_drift(records[0], partial(score, wan), sigmas, law, noise_level, most)
+            drift = sglang_client.measure_drift(records[0], partial(score, wan), sigmas, law, noise_level, most)
         say("drift      server against trainer: " + ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}"
-                                                             for name, value in drift.items() if "/" in name))
+                                                             for name, value in drift.items()))  # fmt: skip
         if max(value for name, value in drift.items() if "ratio" in name) > clip_range:
             say(f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
                 "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
@@ -655,8 +654,10 @@ for iteration in range(start_iteration, max_iterations):
     means = {name: total / world_size for name, total in zip(means, fsdp.reduce_sum(list(means.values())), strict=True)}
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
-               skipped_steps=skipped_steps, **drift)  # fmt: skip
-    if sampler_drift and not server:  # of a server it is drift/ratio, where it was measured
+               skipped_steps=skipped_steps)  # fmt: skip
+    if server:
+        row |= {"lora_version": server.version, **drift}
+    elif sampler_drift:  # of a server it is drift/ratio, where it was measured
         row["sampler_drift"] = max(sampler_drift.values())
     for name, (seconds, peak) in spent.items():
         row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})

@@ -36,13 +36,18 @@ from configurator import UserError
 from helpers import ENVIRONMENT, REPOSITORY, flags, free_ports, load, refusal, rows_of, script
 
 SGLANG = REPOSITORY / ".venv-sglang/bin/sglang"
-real = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG.exists(), reason="no .venv-sglang: make sglang installs it")]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SIZE = dict(height=64, width=96, num_frames=9)
 QUICK = SIZE | dict(max_text_tokens=512, rewards="smoothness:1.0", eval_rewards="", prompts_per_iteration=2,
                     group_size=2, rollout_batch=2, num_steps=5, num_eval_steps=3, num_eval_samples=2, num_eval_videos=0,
                     max_iterations=3, eval_interval=0, save_interval=0, lora_rank=4, lora_alpha=8, lr=1e-2,
                     negative_prompt="dark", guidance_scale=3.0, guidance_scale_2=2.0)  # fmt: skip
+
+
+def real(test):
+    """A test of a real server."""
+    reason = "no .venv-sglang: make sglang installs it"
+    return pytest.mark.sglang(pytest.mark.skipif(not SGLANG.exists(), reason=reason)(test))
 
 
 @pytest.fixture(autouse=True)
@@ -447,8 +452,8 @@ def put_lora(wan, adapters):
 @pytest.mark.parametrize(("kind", "scale", "law"), [
     ("ti2v", 1.0, "flow"), ("ti2v", 5.0, "flow"), ("ti2v", 5.0, "cps"), ("i2v", 4.0, "flow"), ("i2v", 1.0, "flow"),
 ])  # fmt: skip
-@pytest.mark.parametrize("mark", [pytest.param(None, marks=real)])
-def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, law, mark):
+@real
+def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, law):
     """Noise, condition, text, every step's velocity and log-prob, latents and pixels, at a shared seed."""
     url, window = serve(kind), [1, 2] if kind == "i2v" else [0, 1, 2]
     scale_2 = scale - 1 if scale > 1 else 1.0  # the low expert's
@@ -492,7 +497,8 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
 
 
 @pytest.mark.parametrize("kind", ["ti2v", "i2v"])
-@pytest.mark.parametrize("how", [pytest.param("tensor", marks=real), pytest.param("disk", marks=real)])
+@pytest.mark.parametrize("how", ["tensor", "disk"])
+@real
 def test_a_synced_lora_replaces_the_last_one_and_equals_ours(world, serve, tmp_path, kind, how):
     url = serve(kind)
     client, lines = make_client(world, kind, guidance_scale=2.0, guidance_scale_2=2.0, urls=[url], responsible=[url])
@@ -542,7 +548,8 @@ def results(out_dir, kind="ti2v"):
     return lora, [row for row in rows_of(out_dir) if "loss" in row]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ti2v", marks=real), pytest.param("i2v", marks=real)])
+@pytest.mark.parametrize("kind", ["ti2v", "i2v"])
+@real
 def test_three_iterations_by_a_server_equal_three_in_process(world, serve, tmp_path, kind):
     """Rewards to 1e-5; adapters to 3 % of their size, as Adam's first steps only see a gradient's sign."""
     _, local, local_rows = train(world, tmp_path / "local", kind)
@@ -566,8 +573,8 @@ def test_three_iterations_by_a_server_equal_three_in_process(world, serve, tmp_p
     assert all(torch.equal(disk[side], lora[side]) for side in disk)
 
 
-@pytest.mark.parametrize("mark", [pytest.param(None, marks=real)])
-def test_a_model_that_is_not_the_servers_is_noticed(world, serve, tmp_path, monkeypatch, mark):
+@real
+def test_a_model_that_is_not_the_servers_is_noticed(world, serve, tmp_path, monkeypatch):
     """The same name and shapes, other weights: found by the first comparison of velocities."""
     load_transformer = wan_model.load_transformer
 
@@ -583,8 +590,8 @@ def test_a_model_that_is_not_the_servers_is_noticed(world, serve, tmp_path, monk
     assert (tmp_path / "out/ckpt/step_000000").exists()  # what was trained is kept when servers fail
 
 
-@pytest.mark.parametrize("mark", [pytest.param(None, marks=real)])
-def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve, tmp_path, monkeypatch, mark):
+@real
+def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve, tmp_path, monkeypatch):
     """SIGKILL in the middle of the second rollout, in the third to its worker alone: the same weights to the bit."""
     _, whole, rows = train(world, tmp_path / "whole", rollout="sglang", sglang_urls=serve("ti2v"))
     servers, asked, ask = [], [], sglang_client.SGLangClient.ask
@@ -612,8 +619,8 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve,
     assert servers[0].process.poll() is not None  # ended with the run
 
 
-@pytest.mark.parametrize("mark", [pytest.param(None, marks=real)])
-def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path, mark):
+@real
+def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path):
     """Tensor parallelism: --tp-size 2."""
     _, whole, rows = train(world, tmp_path / "one", rollout="sglang", sglang_urls=serve("ti2v"), max_iterations=2)
     _, lora, split_rows = train(world, tmp_path / "two", rollout="sglang", sglang_launch=True, sglang_port=34000,
@@ -625,8 +632,8 @@ def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path,
         assert (lora[side] - whole[side]).norm() < 0.03 * whole[side].norm()
 
 
-@pytest.mark.parametrize("mark", [pytest.param(None, marks=real)])
-def test_four_ranks_share_two_servers_as_one_process_does(world, serve, tmp_path, mark):
+@real
+def test_four_ranks_share_two_servers_as_one_process_does(world, serve, tmp_path):
     urls = f"{serve('ti2v')},{serve('ti2v', 1)}"
     settings = paths(world) | QUICK | dict(group_size=4, rollout="sglang", sglang_urls=urls, max_iterations=2)
     script("train_grpo.py", **settings, out_dir=tmp_path / "one")
