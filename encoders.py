@@ -116,6 +116,7 @@ def load_vae(model, device="cpu", dtype=torch.float32):
     if config.get("_class_name") not in classes:
         raise UserError(f"model={model}: its VAE is {config.get('_class_name')}: want {' or '.join(classes)}")
     if model.startswith("random:"):
+        torch.manual_seed(0)  # the same on every rank and in every run
         with torch.device(device):  # initialise there: 0.7 B numbers take long on a CPU
             vae = AutoencoderKLWan(**RANDOM_VAES[random_name(model)])
         vae = torch.nn.Module.to(vae, dtype)  # diffusers' own .to warns of modules to keep in float32; a VAE has none

@@ -85,6 +85,7 @@ def load_clip(model, device, dtype):
         vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16)
         vision, both = vision | dict(patch_size=14), dict(hidden_act="gelu", projection_dim=1024)
         config = CLIPConfig(text_config=text | both, vision_config=vision | both, projection_dim=1024)
+        torch.manual_seed(0)  # the same on every rank and in every run
         with torch.device(device):
             clip = CLIPModel(config)
         return hash_tokenizer, clip.to(device, getattr(torch, dtype)).eval().requires_grad_(False)

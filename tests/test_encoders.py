@@ -141,6 +141,9 @@ def test_random_models():
             for config in (encoders.VAE_2_1, encoders.VAE_2_2)
         ]
     assert counts == [126_892_531, 704_688_668]
+    torch.manual_seed(5)  # ranks and runs begin with seeds of their own
+    weights = [list(encoders.load_vae("random:i2v-a14b").parameters()) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)) and weights[0][0].std() > 0
 
     tokenizer, text_encoder = encoders.load_text_encoder("random:ti2v-5b")
     first, second, empty = encoders.encode_text(tokenizer, text_encoder, ["a red ball", "a red cube", ""], 8)

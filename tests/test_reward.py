@@ -406,6 +406,16 @@ def test_random_clip_is_vit_h():
     assert torch.equal(tokenizer(["a red ball"])["input_ids"][0], ids[0, :5])
 
 
+def test_random_clip_is_the_same_on_every_rank(monkeypatch):
+    """Ranks begin with seeds of their own; a smaller CLIP stands for the full size."""
+    monkeypatch.setattr(reward, "CLIPModel", lambda config: torch.nn.Linear(3, 2))
+    draws = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        draws.append(reward.load_clip.__wrapped__("random", "cpu", "float32")[1].weight)
+    assert torch.equal(*draws)
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(pickscore_model="/nowhere/clip"), "pickscore_model=/nowhere/clip: want a hub id, or a folder"),
     (dict(pickscore_frames=0), "pickscore_frames=0: want at least 1"),
