@@ -19,7 +19,6 @@ import torch
 from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -304,18 +303,22 @@ def trainable_parameters(wan):
 
 @contextmanager
 def adapters_off(wan):
-    """Inside, the model is the one the adapters were put on: the reference policy.
+    """Inside, the model is the one the adapters were put on, the reference policy: their B is 0.
 
-    peft's own switch would also turn requires_grad off and on, which FSDP2 remembers from its first all-gather.
+    So the same compiled kernels run as with them, and the same numbers round alike: by peft's switch, which makes
+    another graph, an untrained policy's KL would not be 0 in bf16. Not between a forward and its backward.
     """
-    layers = [m for t in wan.experts.values() for m in t.modules() if isinstance(m, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True
+    layers = [tensor for name, tensor in trainable_parameters(wan).items() if ".lora_B." in name]
+    with torch.no_grad():
+        kept = [tensor.clone() for tensor in layers]
+        for tensor in layers:
+            tensor.zero_()
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        with torch.no_grad():
+            for tensor, before in zip(layers, kept, strict=True):
+                tensor.copy_(before)
 
 
 def by_expert(tensors):

@@ -156,6 +156,20 @@ class Transition:
     next_latents: torch.Tensor  # x', b c f h w
     mean: torch.Tensor | None  # under the policy that drew it, b c f h w; a server's is told where drift is measured
     log_prob: torch.Tensor | None  # of x' under that policy, b
+    reference_mean: torch.Tensor | None = None  # under the reference, b c f h w, where the KL to it is wanted
+
+
+def drift(law, stored, mean, log_density, gen_mask, sigmas, noise_level):
+    """How far the sampler's numbers of a stored Transition are from the trainer's own, the worst sample -> two floats:
+
+    RMS of the difference of the velocities over the RMS of the sampler's (generated positions), and
+    |exp(log_density - the sampler's) - 1|, how far off the ratio of the first update would be. All on one device.
+    """
+    grid, k, x = sigmas.tolist(), stored.step, stored.latents
+    at_zero = transition(law, x, torch.zeros_like(x), grid[k], grid[k + 1], grid[1], noise_level)[0]
+    off, size = (masked_mean(d.square(), gen_mask).sqrt() for d in (mean - stored.mean, stored.mean - at_zero))
+    ratio = (log_density - stored.log_prob).exp()  # the mean is linear in the velocity: its differences measure that
+    return (off / size.clamp(min=1e-12)).max().item(), (ratio - 1).abs().max().item()
 
 
 @dataclass

@@ -30,7 +30,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 import encoders
-import fsdp
 import model as wan_model
 import rollout
 import sglang_server
@@ -115,32 +114,6 @@ def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_s
             client.close = server.end
             atexit.register(server.end)
     return client
-
-
-def measure_drift(record, score, sigmas, law, noise_level, most):
-    """How far a server's velocities and log-probs are from the trainer's, a step of the window, the worst of the ranks.
-
-    score: (record, transition) -> mean, std, log_prob, gen_mask of the trainer. "drift/velocity": RMS of the difference
-    over RMS; "drift/ratio": largest |exp(log_prob - the server's) - 1|, to be compared with clip_range. The trainer
-    recomputes log-probs, so the first ratio is 1 all the same: a drift makes the videos a little off-policy.
-    Raises UserError where velocities differ by more than `most`, which can't be rounding. Collective.
-    """
-    grid, row = sigmas.tolist(), {}
-    for t in record.transitions:
-        mean, _, log_prob, gen_mask = score(record, t)
-        x, server_mean = t.latents.to(mean.device), t.mean.to(mean.device)  # linear in the velocity: at 0 it is
-        at_zero = rollout.transition(law, x, 0 * x, grid[t.step], grid[t.step + 1], grid[1], noise_level)[0]
-        off, size = (rollout.masked_mean(d.square(), gen_mask).mean().sqrt().item()
-                     for d in (mean - server_mean, server_mean - at_zero))  # fmt: skip
-        row[f"drift/velocity {t.step}"] = off / max(size, 1e-12)
-        row[f"drift/ratio {t.step}"] = ((log_prob - t.log_prob.to(mean.device)).exp() - 1).abs().max().item()
-    row = dict(zip(row, fsdp.reduce_max(list(row.values())), strict=True))
-    velocity = max(value for name, value in row.items() if "velocity" in name)
-    with fsdp.all_ranks_agree():
-        if not velocity <= most:
-            raise UserError(f"the server's velocity differs from the trainer's by {velocity:.1e} of its size: other "
-                            "weights, another precision (--dtype), or a LoRA that it doesn't apply")  # fmt: skip
-    return row
 
 
 class ServerError(Exception):

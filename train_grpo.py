@@ -21,7 +21,6 @@ import os
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -427,15 +426,12 @@ def score(policy, record, transition):
     return mean, std, wan_rollout.log_prob(law, to(transition.next_latents), mean, std, gen_mask), gen_mask
 
 
-def clipped_loss(record, transition, advantages, with_reference):
+def clipped_loss(record, transition, advantages):
     """Loss b of one step of some videos, and what to log of it.
 
     ratio = exp(log_prob - old_log_prob); loss = max(-A ratio, -A clip(ratio)) + kl_beta KL, with
     KL = mean (mean_theta - mean_reference)^2 / (2 std^2) over generated positions, exact as the variances are equal.
     """
-    if with_reference:
-        with torch.no_grad(), wan_model.adapters_off(wan) if lora_rank else nullcontext():
-            reference_mean = score(reference, record, transition)[0]
     mean, std, log_prob, gen_mask = score(wan, record, transition)
     difference, weight = log_prob - transition.log_prob.to(device), 1.0
     if ratio_norm:  # GRPO-Guard: ratios centred at 1 and of one scale at all steps, gradients weighed by 1 / -dt
@@ -445,11 +441,23 @@ def clipped_loss(record, transition, advantages, with_reference):
     ratio = difference.exp()  # b
     loss = weight * torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
     logged = dict(ratio=ratio.mean().item(), clip_fraction=((ratio - 1).abs() > clip_range).float().mean().item())
-    if with_reference:
-        kl = wan_rollout.masked_mean((mean - reference_mean).square(), gen_mask) / (2 * std**2)
+    if transition.reference_mean is not None:
+        moved = (mean - transition.reference_mean.to(device)).square()
+        kl = wan_rollout.masked_mean(moved, gen_mask) / (2 * std**2)
         loss = loss + kl_beta * kl
         logged["kl"] = kl.mean().item()
     return loss, logged
+
+
+def score_reference(pairs):
+    """The means of stored steps under the reference: of all for kl_beta, else of one, to log the KL.
+
+    With gradients switched on, as in training: other kernels would round otherwise, and the KL not begin at 0.
+    """
+    if kl_beta > 0 or lora_rank:
+        with wan_model.adapters_off(wan) if lora_rank else nullcontext():
+            for record, t in pairs if kl_beta > 0 else pairs[:1]:
+                t.reference_mean = score(reference, record, t)[0].detach().cpu()
 
 
 def drift_due(iteration):
@@ -459,16 +467,39 @@ def drift_due(iteration):
 
 def rescore(records):
     """Let the trainer say how probable the rollout's steps were, with gradients switched on as in training: the
-    sampler's kernels may be others -> {step of the window: largest |ratio - 1| of its numbers, on any rank}."""
-    drift = dict.fromkeys((t.step for t in records[0].transitions), 0.0)
+    sampler's kernels may be others -> {"drift/velocity 3", "drift/ratio 3", ...} of the window's steps, on any rank the
+    worst (rollout.drift), of the videos where the sampler's numbers are known."""
+    row = {}
     for record in records:
         for t in record.transitions:
-            mean, _, log_prob, _ = score(wan, record, t)
+            mean, _, log_prob, gen_mask = score(wan, record, t)
             mean, log_prob = mean.detach().cpu(), log_prob.detach().cpu()  # and the graph is gone
             if t.log_prob is not None:
-                drift[t.step] = max(drift[t.step], ((log_prob - t.log_prob).exp() - 1).abs().max().item())
+                drift = wan_rollout.drift(law, t, mean, log_prob, gen_mask.cpu(), sigmas, noise_level)
+                for name, value in zip((f"drift/velocity {t.step}", f"drift/ratio {t.step}"), drift, strict=True):
+                    row[name] = float(np.maximum(row.get(name, 0.0), value))  # NaN stays
             t.mean, t.log_prob = mean, log_prob
-    return dict(zip(drift, fsdp.reduce_max(list(drift.values())), strict=True))
+    return dict(zip(row, fsdp.reduce_max(list(row.values())), strict=True))
+
+
+def worst(drift, what):
+    """The largest "velocity" or "ratio" of what rescore measured."""
+    return max(value for name, value in drift.items() if what in name)
+
+
+def check_drift(drift):
+    """Say how far a server's numbers are from the trainer's. UserError where that can't be rounding."""
+    say("drift      server against trainer: " + ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}"
+                                                         for name, value in drift.items()))  # fmt: skip
+    if worst(drift, "ratio") > clip_range:
+        say(f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
+            "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
+    # rounding a pass, which guidance u + s (c - u) multiplies: in bf16 34 % was seen at s = 5
+    scale = max(guidance["guidance_scale"], guidance["guidance_scale_2"])
+    most = 1e-3 if wan.dtype == torch.float32 else 0.1 * math.hypot(scale, scale - 1)
+    if not worst(drift, "velocity") <= most:
+        raise UserError(f"the server's velocity differs from the trainer's by {worst(drift, 'velocity'):.1e} of its "
+                        "size: other weights, another precision (--dtype), or a LoRA that it doesn't apply")
 
 
 def check_first_ratio(records, sampler_drift):
@@ -482,7 +513,7 @@ def check_first_ratio(records, sampler_drift):
     say("self-check ratio of the first update: 1 +- "
         + ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(drift, record.transitions, strict=True))
         + f"; clip_range {clip_range:g}"
-        + (f"; by the sampler's own log-probs it would be 1 +- {max(sampler_drift.values()):.1e}"
+        + (f"; by the sampler's own log-probs it would be 1 +- {worst(sampler_drift, 'ratio'):.1e}"
            if sampler_drift else ""))  # fmt: skip
     if not max(drift) <= clip_range:
         raise UserError(f"before any update the trainer's ratios differ from 1 by {max(drift):.1e}, more than "
@@ -495,12 +526,9 @@ def check_reference(record):
     expert = wan_model.route(wan.boundary_ratio, sigmas[record.transitions[0].step].view(1))
     sizes = [fsdp.full_tensor(p.detach().abs().sum()).item() for name, p in parameters.items()
              if name.startswith(f"{expert}.") and "lora_B" in name]  # fmt: skip
-    torch.compiler.set_stance("force_eager")  # compiled with and without adapters, the same numbers round differently
-    with torch.no_grad():
-        mean = score(wan, record, record.transitions[0])[0]
-        with wan_model.adapters_off(wan):
-            difference = (score(wan, record, record.transitions[0])[0] - mean).abs().max().item()
-    torch.compiler.set_stance("default")
+    mean = score(wan, record, record.transitions[0])[0].detach()
+    with wan_model.adapters_off(wan):
+        difference = (score(wan, record, record.transitions[0])[0].detach() - mean).abs().max().item()
     difference = fsdp.reduce_max([difference])[0]
     trained_before = sum(sizes) > 0  # of this expert, which may never have been in a window yet
     say(f"self-check adapters off against on: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
@@ -580,7 +608,7 @@ elif due(eval_interval, start_iteration):  # interrupted in it?
 
 for iteration in range(start_iteration, max_iterations):
     # 1. roll out and score: an SDE inside the window, the flow's ODE outside
-    spent, drift = {}, {}  # phase -> seconds, peak GiB
+    spent = {}  # phase -> seconds, peak GiB
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # of loading or an evaluation
     window = wan_rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
@@ -594,22 +622,16 @@ for iteration in range(start_iteration, max_iterations):
         break
     release_servers()
     started = now()
-    if server and drift_due(iteration):
-        with torch.no_grad(), saving(iteration):
-            # rounding a pass, which guidance u + s (c - u) multiplies: in bf16 34 % was seen at s = 5
-            scale = max(guidance["guidance_scale"], guidance["guidance_scale_2"])
-            most = 1e-3 if wan.dtype == torch.float32 else 0.1 * math.hypot(scale, scale - 1)
-            drift = sglang_client.measure_drift(records[0], partial(score, wan), sigmas, law, noise_level, most)
-        say("drift      server against trainer: " + ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}"
-                                                             for name, value in drift.items()))  # fmt: skip
-        if max(value for name, value in drift.items() if "ratio" in name) > clip_range:
-            say(f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
-                "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
-    sampler_drift = rescore(records) if recompute_log_prob else {}
+    drift = rescore(records) if recompute_log_prob else {}
+    if server and drift:
+        with saving(iteration), fsdp.all_ranks_agree():
+            check_drift(drift)
     if iteration == start_iteration:
-        check_first_ratio(records, sampler_drift)
+        check_first_ratio(records, drift)
         if lora_rank:
             check_reference(records[0])
+    pairs = [(record, t) for record in records for t in record.transitions]
+    score_reference(pairs)
     started = end_phase("score", started, spent)
 
     # 2. advantages: how much better a video is than the others of its prompt
@@ -619,7 +641,6 @@ for iteration in range(start_iteration, max_iterations):
     advantages, zero_std_groups = reward.group_advantages(total, groups, global_std, advantage_clip)
 
     # 3. train on (videos, step) pairs, in an order that all ranks share: the experts must agree
-    pairs = [(record, t) for record in records for t in record.transitions]
     logged = {"ratio": [], "clip_fraction": [], "kl": [], "grad_norm": [], "loss": []}
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, (iteration + 1) / max(1, warmup_iterations))
@@ -629,8 +650,7 @@ for iteration in range(start_iteration, max_iterations):
             for n in minibatch:
                 record, t = pairs[n]
                 advantage = advantages[record.videos.start : record.videos.stop].to(device, torch.float32)  # b
-                with_reference = kl_beta > 0 or (lora_rank > 0 and n == 0)  # measured once an iteration at no weight
-                loss, numbers = clipped_loss(record, t, advantage, with_reference)
+                loss, numbers = clipped_loss(record, t, advantage)
                 (loss.mean() / len(minibatch)).backward()
                 for name, value in {**numbers, "loss": loss.mean().item()}.items():
                     logged[name].append(value)
@@ -656,10 +676,7 @@ for iteration in range(start_iteration, max_iterations):
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
                skipped_steps=skipped_steps)  # fmt: skip
-    if server:
-        row |= {"lora_version": server.version, **drift}
-    elif sampler_drift:  # of a server it is drift/ratio, where it was measured
-        row["sampler_drift"] = max(sampler_drift.values())
+    row |= drift | ({"lora_version": server.version} if server else {})
     for name, (seconds, peak) in spent.items():
         row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})
     row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}

@@ -239,6 +239,19 @@ def test_lora_is_the_formula(checkpoints):
     assert differ(velocities(wan), velocities(load(checkpoints["i2v"]))) > 0.01
 
 
+def test_adapters_off_is_the_model_under_them(checkpoints):
+    wan, base = load(checkpoints["i2v"]), velocities(load(checkpoints["i2v"]))
+    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    before = velocities(wan)
+    with pytest.raises(RuntimeError), wan_model.adapters_off(wan):
+        inside = velocities(wan)
+        raise RuntimeError
+    assert all(torch.equal(inside[name], base[name]) for name in base) and differ(before, base) > 0.01
+    assert all(torch.equal(velocities(wan)[name], before[name]) for name in before)
+    after = wan_model.by_expert({name: p.detach() for name, p in wan_model.trainable_parameters(wan).items()})
+    assert all(torch.equal(after[e][name], x) for e, tensors in adapters.items() for name, x in tensors.items())
+
+
 def test_lora_targets_that_do_not_exist(checkpoints):
     transformer = load(checkpoints["ti2v"]).experts["single"]
     with pytest.raises(UserError, match="lora_targets=to_z: no such linear layer"):

@@ -334,6 +334,30 @@ def test_log_prob_is_the_normal_density_of_what_is_generated(law, frames_given):
     assert unchanged == bool(frames_given)
 
 
+@pytest.mark.parametrize("law", rollout.LAWS)
+def test_drift_is_told_of_the_worst_sample(law):
+    """Velocities that differ by a tenth and by a fifth of their size, at generated positions; ratios by definition."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, error = torch.randn(3, 2, 4, 3, 2, 2, generator=generator, dtype=torch.float64)  # each b c f h w
+    gen_mask = torch.ones(2, 1, 3, 2, 2, dtype=torch.float64)
+    gen_mask[:, :, 0] = 0
+    rms = lambda values: rollout.masked_mean(values.square(), gen_mask).sqrt().view(2, 1, 1, 1, 1)  # noqa: E731
+    error *= torch.tensor([0.1, 0.2]).view(2, 1, 1, 1, 1) * rms(v) / rms(error)
+    error[:, :, 0] = 9.0  # at a given position
+    sigmas, k = rollout.sigma_grid(6, 5.0), 2
+    grid = sigmas.tolist()
+    mean, std = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], 0.7)
+    ours, _ = rollout.transition(law, x, v + error, grid[k], grid[k + 1], grid[1], 0.7)
+    following = mean + std
+    theirs, densities = (rollout.log_prob(law, following, m, std, gen_mask) for m in (mean, ours))
+    stored = rollout.Transition(k, x, following, mean, theirs)
+    velocity, ratio = rollout.drift(law, stored, ours, densities, gen_mask, sigmas, 0.7)
+    assert velocity == pytest.approx(0.2, rel=1e-6)
+    assert ratio == pytest.approx((densities - theirs).exp().sub(1).abs().max().item()) and ratio > 1e-3
+    assert rollout.drift(law, stored, mean, theirs, gen_mask, sigmas, 0.7) == (0.0, 0.0)
+    assert all(np.isnan(rollout.drift(law, stored, ours * np.nan, densities * np.nan, gen_mask, sigmas, 0.7)))
+
+
 def test_the_window_is_a_function_of_seed_and_iteration():
     for num_steps, low, high in ((1, 0, 1), (1, 1, 3), (2, 0, 5), (3, 2, 5), (2, 1, 20)):
         windows = [rollout.draw_window(num_steps, (low, high), 0, iteration) for iteration in range(300)]
