@@ -6,6 +6,7 @@ Checkpoints are torch.distributed.checkpoint's, in safetensors files (no pickle)
 
 import glob
 import json
+import math
 import os
 import re
 import shutil
@@ -99,8 +100,8 @@ def reduce_sum(values):
 
 
 def reduce_max(values):
-    """Largest of each of a list of floats over all ranks -> list of floats (float64)."""
-    tensor = torch.tensor(values, dtype=torch.float64)
+    """Largest of each of a list of floats over all ranks -> list of floats (float64); NaN, which max loses, is inf."""
+    tensor = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=math.inf, posinf=math.inf)
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
@@ -134,15 +135,17 @@ class Stop:
     """
 
     def __init__(self):
-        self.requested = self.at_once = False
+        self.requested, self.at_once, self.name = False, False, "SIGTERM"
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number=signal.SIGTERM, *_):
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C doesn't wait
-        self.requested = True
+        self.requested, self.name = True, signal.Signals(number).name
         if self.at_once:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(f"stopped: {self.name} in an evaluation; the same command resumes", flush=True)
             raise SystemExit(int(dist.is_initialized()))  # torchrun ends the other ranks only where one fails
 
     def anywhere(self):
@@ -240,6 +243,24 @@ def gather(tensors, wanted=None):
 # ----------------------------------------------------------------------------- EMA
 
 
+@contextmanager
+def swapped_in(parameters, values):
+    """Inside, parameters {name: p} have other values {name: tensor, or None for 0}.
+
+    Not between a forward and its backward, which would use what is no longer there.
+    """
+    with torch.no_grad():
+        kept = {name: parameters[name].detach().clone() for name in values}
+        for name, value in values.items():
+            parameters[name].zero_() if value is None else parameters[name].copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in kept.items():
+                parameters[name].copy_(value)
+
+
 class EMA:
     """Moving average of parameters: shadow <- decay shadow + (1 - decay) parameter, in float32, sharded alike."""
 
@@ -252,19 +273,9 @@ class EMA:
         for name, parameter in self.parameters.items():
             self.shadow[name].lerp_(parameter.detach().float(), 1 - self.decay)
 
-    @contextmanager
     def swapped_in(self):
         """Inside, the parameters are the average."""
-        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(self.shadow[name])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(kept[name])
+        return swapped_in(self.parameters, self.shadow)
 
 
 # ----------------------------------------------------------------------------- checkpoints
@@ -322,6 +333,8 @@ def one_line_if_disk_fails(final, temporary):
         except (OSError, CheckpointException) as error:  # DCP raises one rank's failure on all
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(reason, KeyboardInterrupt):
+                raise reason from None  # a second Ctrl-C, not the disk
             kept = "the last whole one is kept; free some space and resume"
             raise UserError(f"checkpoint {final}: {reason}: {kept}") from None
 

@@ -12,7 +12,6 @@ Paper: Wan, arXiv 2503.20314.
 import json
 import os
 import shutil
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -301,26 +300,6 @@ def trainable_parameters(wan):
     }
 
 
-@contextmanager
-def adapters_off(wan):
-    """Inside, the model is the one the adapters were put on, the reference policy: their B is 0.
-
-    So the same compiled kernels run as with them, and the same numbers round alike: by peft's switch, which makes
-    another graph, an untrained policy's KL would not be 0 in bf16. Not between a forward and its backward.
-    """
-    layers = [tensor for name, tensor in trainable_parameters(wan).items() if ".lora_B." in name]
-    with torch.no_grad():
-        kept = [tensor.clone() for tensor in layers]
-        for tensor in layers:
-            tensor.zero_()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in zip(layers, kept, strict=True):
-                tensor.copy_(before)
-
-
 def by_expert(tensors):
     """{"high.blocks.0.attn1.to_q.lora_A.default.weight": x} -> {"high": {"blocks.0.attn1.to_q.lora_A.weight": x}}."""
     split = {}
@@ -387,7 +366,8 @@ def read_lora(folder, expert):
     """-> ({"blocks.0.attn1.to_q.lora_A.weight": tensor}, rank, alpha, targets) from an exported folder."""
     path = os.path.join(folder, f"{LORA_FILES[expert]}.safetensors")
     if not has_lora(folder, expert):
-        raise UserError(f"lora={folder}: no {os.path.basename(path)} in it; want a lora/ folder that a run exported")
+        raise UserError(f"{folder}: no {os.path.basename(path)} in it; want a lora/ folder that a run of this kind of "
+                        "model exported")  # fmt: skip
     with safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}

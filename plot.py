@@ -122,8 +122,9 @@ def _shade(fraction):
 
 
 def _gradient(axes, rows, keys):
-    axes.set_yscale("log")
     _line(axes, rows, "grad_norm", color="tab:purple")
+    if any(row.get("grad_norm", 0) > 0 for row in rows):
+        axes.set_yscale("log")
     if "lr" in keys:
         right = axes.twinx()
         right.set_ylabel("lr", color="gray")

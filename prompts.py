@@ -23,7 +23,7 @@ class Prompts:
         self.path, self.height, self.width, self.needs_image = Path(path), height, width, needs_image
         self.prompts, self.metadata, self.lines = [], [], []
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = self.path.read_text(encoding="utf-8-sig").splitlines()  # with a BOM or without
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: got {error}, want a file of JSON lines in UTF-8") from None
         opened = set()
@@ -64,10 +64,13 @@ class Prompts:
         """The image of a line, fully decoded (quick: a JPEG at an eighth of its size, all of the file still read)."""
         path = self.path.parent / metadata["image_path"]  # an absolute image_path stays as it is
         if not path.is_file():
-            raise UserError(f"{self.path}:{number}: got image {path}, which is not there, want a path relative to "
+            what = "a folder" if path.is_dir() else "which is not there"
+            raise UserError(f"{self.path}:{number}: got image {path}, {what}, want a file's path relative to "
                             f"{self.path.name}")  # fmt: skip
         try:
             with Image.open(path) as image:
+                if image.mode.startswith(("I", "F")):
+                    raise ValueError(f"mode {image.mode}: more than 8 bits a pixel's channel")
                 if quick:
                     image.draft("RGB", (1, 1))
                 return ImageOps.exif_transpose(image.convert("RGB"))

@@ -1,7 +1,8 @@
 """Rewards: what reinforcement learning pushes a video model towards.
 
 A reward is a function of videos b f 3 h w (float in 0..1, on any device), prompts (b strings) and metadata (b dicts,
-from the prompt file) that returns b numbers, more is better. To add one: write it, add its line to REWARDS.
+from the prompt file) that returns b numbers, more is better. To add one, write it and add "name": ready(function) to
+REWARDS.
 
     rewards="pickscore:1.0,smoothness:0.1"     a weighted sum; without a number the weight is 1
     rewards="http://host:8000/score:1.0"       a reward in another process; the weight needs its dot there
@@ -206,6 +207,7 @@ def load_http(url, device, timeout, retries, **options):
 
 
 def ready(reward):
+    """A reward that nothing has to be loaded for, as REWARDS wants it."""
     return lambda name, device, **options: reward
 
 
@@ -268,7 +270,11 @@ def score(rewards, videos, prompts, metadata):
         raise ValueError(f"videos {tuple(videos.shape)}, {len(prompts)} prompts, {len(metadata)} metadata")
     scores = {}
     for name, reward in rewards.items():
-        values = torch.as_tensor(reward(videos, prompts, metadata)).detach().float().cpu()
+        returned = reward(videos, prompts, metadata)
+        try:
+            values = torch.as_tensor(returned).detach().float().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"reward {name}: got {returned!r:.60}, want {len(videos)} numbers, one a video") from None
         if values.shape != (len(videos),):
             raise UserError(f"reward {name}: got shape {tuple(values.shape)}, want ({len(videos)},), a number a video")
         if not values.isfinite().all():

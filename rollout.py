@@ -154,8 +154,8 @@ class Transition:
     step: int  # in the sigma grid
     latents: torch.Tensor  # x, b c f h w
     next_latents: torch.Tensor  # x', b c f h w
-    mean: torch.Tensor | None  # under the policy that drew it, b c f h w; a server's is told where drift is measured
-    log_prob: torch.Tensor | None  # of x' under that policy, b
+    mean: torch.Tensor | None  # under the policy that drew it, b c f h w: by the sampler, or by the trainer's score
+    log_prob: torch.Tensor | None  # of x' under that policy, b; a server tells both only where drift is measured
     reference_mean: torch.Tensor | None = None  # under the reference, b c f h w, where the KL to it is wanted
 
 
@@ -167,8 +167,9 @@ def drift(law, stored, mean, log_density, gen_mask, sigmas, noise_level):
     """
     grid, k, x = sigmas.tolist(), stored.step, stored.latents
     at_zero = transition(law, x, torch.zeros_like(x), grid[k], grid[k + 1], grid[1], noise_level)[0]
+    # the mean is linear in the velocity, so that its differences measure that
     off, size = (masked_mean(d.square(), gen_mask).sqrt() for d in (mean - stored.mean, stored.mean - at_zero))
-    ratio = (log_density - stored.log_prob).exp()  # the mean is linear in the velocity: its differences measure that
+    ratio = (log_density - stored.log_prob).exp()
     return (off / size.clamp(min=1e-12)).max().item(), (ratio - 1).abs().max().item()
 
 

@@ -5,7 +5,7 @@
     python sample.py config/robocasa_i2v.py --checkpoint=out/robocasa_i2v/ckpt/step_003000 --demo=demo_7
     python sample.py --model=Wan-AI/Wan2.2-I2V-A14B-Diffusers --images=left.png,right.png --prompt="open the drawer" ...
 
-The config file of the training run serves here too. Under torchrun the transformers are sharded over the GPUs.
+The config file of a fine-tuning run serves here too. Under torchrun the transformers are sharded over the GPUs.
 """
 
 import os

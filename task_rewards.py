@@ -38,7 +38,9 @@ def ball_track(videos, metadata):
     for name, known in (("colour", tiny.COLOURS), ("direction", tiny.DIRECTIONS)):
         for entry in metadata:
             if entry.get(name) not in known:
-                raise UserError(f"reward ball: got {name} {entry.get(name)!r} in metadata, want one of {list(known)}")
+                raise UserError(f"reward ball or ball_success: got {name} {entry.get(name)!r} in metadata, want one of "
+                                f"{list(known)}: the tiny world's task; for other prompts set other rewards and "
+                                "eval_rewards")  # fmt: skip
     videos = videos.float()
     height, width = videos.shape[-2:]
     colours = torch.tensor([tiny.COLOURS[entry["colour"]] for entry in metadata], device=videos.device).float()

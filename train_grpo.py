@@ -11,9 +11,10 @@ One iteration (Flow-GRPO, arXiv 2505.05470):
     2. score       every video with a reward; its advantage is how much better it is than its own group
     3. train       for each video and step of the window: how much more probable is that step under the policy now?
                    ratio = exp(log_prob - old_log_prob), loss = max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))
-Trained are LoRA adapters (or all weights with lora_rank=0); with adapters off the model is the reference. Every draw
-is a function of (seed, iteration, video): neither an interruption nor, with one minibatch, the number of GPUs changes a
-run (more minibatches are drawn from each rank's own videos).
+Trained are LoRA adapters (or all weights with lora_rank=0); the reference of the KL is the policy before training: the
+model with its adapters off, or as init_lora brought them. Every draw is a function of (seed, iteration, video): neither
+an interruption nor, with one minibatch, the number of GPUs changes a run (more minibatches are drawn from each rank's
+own videos).
 """
 
 import math
@@ -132,6 +133,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
     "num_eval_samples", "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing", "compile_blocks",
     "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
     *(name for name in config if name.startswith(("sglang_", "lora_sync"))), "trainer_devices", "drift_interval",
+    *(["rollout_batch"] if num_minibatches == 1 else []),  # of which minibatches are made
 }  # fmt: skip
 if trainer_devices:
     os.environ["CUDA_VISIBLE_DEVICES"] = trainer_devices  # before CUDA is first asked
@@ -154,23 +156,29 @@ with fsdp.all_ranks_agree():
         group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1, num_minibatches=1,
         num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2, num_eval_videos=0, max_text_tokens=1,
         max_iterations=1, ema_interval=1, max_bad_steps=1, dp_replicate=1, eval_interval=0, save_interval=0,
-        keep_last=0, warmup_iterations=0, lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0,
+        keep_last=0, warmup_iterations=0, guidance_scale=0, guidance_scale_2=0,
+        lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0,
         sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1,
     ), one_of=dict(
         dtype=("float32", "bfloat16"), vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
         checkpointing=("none", "full", "selective"), law=wan_rollout.LAWS, lora_sync=("tensor", "disk"),
     ))  # fmt: skip
-    if ema_decay >= 1 or clip_range <= 0:
-        raise UserError(f"ema_decay={ema_decay}, clip_range={clip_range}: want below 1, and more than 0")
-    if noise_level <= 0:
-        raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7")
+    if ema_decay >= 1:
+        raise UserError(f"ema_decay={ema_decay}: want below 1; 0 switches it off")
+    for name in ("clip_range", "grad_clip", "advantage_clip", "reward_timeout"):
+        if config[name] <= 0:
+            raise UserError(f"{name}={config[name]}: want more than 0")
+    if noise_level <= 0 or (law == "cps" and noise_level > 1):
+        raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7, and cps at most 1")
     last = num_steps - (law == "cps")  # cps draws nothing in the last step
     if not (len(sde_window) == 2 and 0 <= sde_window[0] and sde_window[0] + num_sde_steps <= sde_window[1] <= last):
         raise UserError(f"sde_window={sde_window}: want (lo, hi), lo >= 0, hi <= {last}, "
                         f"at least num_sde_steps={num_sde_steps} apart")  # fmt: skip
-    if prompts_per_iteration * group_size % (world_size * rollout_batch):
-        raise UserError(f"prompts_per_iteration x group_size = {prompts_per_iteration * group_size} videos: want a "
-                        f"multiple of {world_size} ranks x rollout_batch={rollout_batch}: change that")  # fmt: skip
+    num_videos = prompts_per_iteration * group_size
+    if num_videos % (world_size * rollout_batch):
+        fits = "" if num_videos % world_size else f", e.g. rollout_batch={math.gcd(videos_each, rollout_batch)}"
+        raise UserError(f"prompts_per_iteration x group_size = {num_videos} videos: want a multiple of {world_size} "
+                        f"ranks x rollout_batch={rollout_batch}{fits}")  # fmt: skip
     num_pairs = videos_each // rollout_batch * num_sde_steps
     if num_minibatches > num_pairs:
         raise UserError(f"num_minibatches={num_minibatches}: want at most {num_pairs}, a rank's batches of "
@@ -267,7 +275,7 @@ def load_experts(trainable):
     loaded = {}
     for expert in wan.expert_names:
         transformer = wan_model.load_expert(wan, expert, device, seed, trainable, lora_rank, lora_alpha, lora_targets,
-                                            init_lora if not checkpoint else "")  # fmt: skip
+                                            init_lora)  # fmt: skip
         fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
         loaded[expert] = fsdp.shard(transformer, mesh)
     return loaded
@@ -276,13 +284,19 @@ def load_experts(trainable):
 wan.experts = load_experts(trainable=True)
 parameters = wan_model.trainable_parameters(wan)
 frozen = load_experts(trainable=False) if kl_beta > 0 and not lora_rank else None  # the reference of full fine-tuning
+# that of LoRA: B = 0, so that the same compiled kernels run and round alike, or the adapters to start from
+before_training = {name: p.detach().clone() if init_lora else None for name, p in parameters.items()
+                   if lora_rank and (init_lora or ".lora_B." in name)}  # fmt: skip
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_decay, fused=device.type == "cuda")
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
+averaged = ema.shadow if ema else parameters  # what is evaluated and exported
 start_iteration = skipped_steps = 0
 if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(checkpoint)))
     start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
+    if start_iteration >= max_iterations:
+        say(f"done       {start_iteration} of {max_iterations} iterations; a larger max_iterations goes on")
 say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors on "
     f"{world_size} x {device.type}")  # fmt: skip
 with fsdp.all_ranks_agree():
@@ -367,7 +381,7 @@ def roll_out(iteration, window, spent):
                 raise UserError(f"iteration {iteration}: got NaN or infinity in a rollout of "
                                 f"{train_prompts.prompts[prompt_of[0]]!r}: lower lr or noise_level")  # fmt: skip
         started = now()
-        with fsdp.all_ranks_agree():
+        with saving(iteration), fsdp.all_ranks_agree():
             record.rewards = reward.score(train_rewards, pixels, [train_prompts.prompts[i] for i in prompt_of],
                                           [train_prompts.metadata[i] for i in prompt_of])  # fmt: skip
         end_phase("reward", started, spent)
@@ -452,12 +466,21 @@ def clipped_loss(record, transition, advantages):
 def score_reference(pairs):
     """The means of stored steps under the reference: of all for kl_beta, else of one, to log the KL.
 
-    With gradients switched on, as in training: other kernels would round otherwise, and the KL not begin at 0.
+    With gradients switched on, as in training: other kernels would round otherwise, and the KL not begin at 0. (The
+    frozen copy of full fine-tuning has no gradients; compiled, it may round otherwise.)
     """
     if kl_beta > 0 or lora_rank:
-        with wan_model.adapters_off(wan) if lora_rank else nullcontext():
+        with fsdp.swapped_in(parameters, before_training):
             for record, t in pairs if kl_beta > 0 else pairs[:1]:
                 t.reference_mean = score(reference, record, t)[0].detach().cpu()
+
+
+def not_finite(losses, iteration):
+    """The prompts of the videos whose loss isn't finite, on any rank. Collective."""
+    bad = fsdp.reduce_sum((~losses.isfinite()).float().tolist())
+    prompt_indices = group_indices(len(train_prompts.prompts), prompts_per_iteration, iteration, seed)
+    names = {train_prompts.prompts[prompt_indices[n // group_size]] for n, count in enumerate(bad) if count}
+    return ", ".join(map(repr, sorted(names))) or "the gradient of no single video"
 
 
 def drift_due(iteration):
@@ -499,7 +522,7 @@ def check_drift(drift):
     most = 1e-3 if wan.dtype == torch.float32 else 0.1 * math.hypot(scale, scale - 1)
     if not worst(drift, "velocity") <= most:
         raise UserError(f"the server's velocity differs from the trainer's by {worst(drift, 'velocity'):.1e} of its "
-                        "size: other weights, another precision (--dtype), or a LoRA that it doesn't apply")
+                        "size: other weights, another LoRA or another precision (--dtype)")
 
 
 def check_first_ratio(records, sampler_drift):
@@ -522,18 +545,23 @@ def check_first_ratio(records, sampler_drift):
 
 
 def check_reference(record):
-    """With adapters off the model is the reference: the same output while B = 0, another one after."""
+    """The reference is the policy before training: the same output while nothing was trained, another one after."""
     expert = wan_model.route(wan.boundary_ratio, sigmas[record.transitions[0].step].view(1))
-    sizes = [fsdp.full_tensor(p.detach().abs().sum()).item() for name, p in parameters.items()
-             if name.startswith(f"{expert}.") and "lora_B" in name]  # fmt: skip
+    ours = {name: value for name, value in before_training.items() if name.startswith(f"{expert}.")}
+    moved = [fsdp.full_tensor((parameters[name].detach() - (0.0 if value is None else value)).abs().sum()).item()
+             for name, value in ours.items()]  # fmt: skip
+    trained_before = sum(moved) > 0  # this expert, which may never have been in a window yet
+    nudged = {} if trained_before else {name: torch.full_like(parameters[name].detach(), 0.01)
+                                        for name in ours if ".lora_B." in name}  # fmt: skip
     mean = score(wan, record, record.transitions[0])[0].detach()
-    with wan_model.adapters_off(wan):
-        difference = (score(wan, record, record.transitions[0])[0].detach() - mean).abs().max().item()
-    difference = fsdp.reduce_max([difference])[0]
-    trained_before = sum(sizes) > 0  # of this expert, which may never have been in a window yet
-    say(f"self-check adapters off against on: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
-    if (difference > 0) != trained_before:
-        raise RuntimeError("switching the adapters off doesn't give the reference")
+    with fsdp.swapped_in(parameters, nudged):  # so that there is something to switch off
+        nudge = (score(wan, record, record.transitions[0])[0].detach() - mean).abs().max().item()
+        with fsdp.swapped_in(parameters, before_training):
+            difference = (score(wan, record, record.transitions[0])[0].detach() - mean).abs().max().item()
+    difference, nudge = fsdp.reduce_max([difference, nudge])
+    say(f"self-check reference against policy: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
+    if (difference > 0) != trained_before or not (trained_before or nudge > 0):
+        raise RuntimeError("the reference isn't the policy before training")
 
 
 # ----------------------------------------------------------------------------- evaluate, save
@@ -557,7 +585,7 @@ def evaluate(iteration):
     """Rewards of held-out videos with the averaged weights: mean and standard error; printed, logged, drawn."""
     started = time.time()
     if server:
-        give_servers(ema.shadow if ema else parameters)
+        give_servers(averaged)
     with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
         means, errors = validate.held_out_rewards(generate, all_rewards, eval_prompts, config, iteration, rank,
                                                   world_size)  # fmt: skip
@@ -573,12 +601,13 @@ def evaluate(iteration):
 
 @contextmanager
 def saving(iteration):
-    """Inside, servers are needed: when none can be had, all ranks save what was trained so far before they stop."""
+    """Inside, servers or rewards are needed: where they fail, all ranks save what was trained before they stop."""
     try:
         yield
     except (UserError, SystemExit):
-        save(iteration)
-        say(f"saved      {out_dir}/ckpt/step_{iteration:06d}: the same command resumes, once the servers are there")
+        if iteration > start_iteration:  # else it is where this run began
+            save(iteration)
+            say(f"saved      {out_dir}/ckpt/step_{iteration:06d}: the same command resumes")
         raise
 
 
@@ -592,7 +621,7 @@ def save(iteration):
     state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=config)
     fsdp.save_checkpoint(out_dir, iteration, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
-        whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
+        whole = wan_model.by_expert(fsdp.gather(averaged))
         if is_main:
             wan_model.export_lora(os.path.join(out_dir, "lora"), whole, lora_rank, lora_alpha, lora_targets)
 
@@ -618,7 +647,7 @@ for iteration in range(start_iteration, max_iterations):
     records = roll_out(iteration, window, spent)
     if records is None:
         save(iteration)  # nothing has been trained on this iteration's videos yet
-        say("stopped: SIGTERM; the same command resumes")
+        say(f"stopped: {stop.name}; the same command resumes")
         break
     release_servers()
     started = now()
@@ -647,24 +676,31 @@ for iteration in range(start_iteration, max_iterations):
     for epoch in range(num_inner_epochs):
         order = torch.randperm(len(pairs), generator=wan_rollout.seeded("cpu", seed, iteration, epoch, 0)).tolist()
         for minibatch in np.array_split(order, num_minibatches):
+            losses, found = torch.full((num_videos,), 0.0), []  # of this rank's videos; numbers to log
             for n in minibatch:
                 record, t = pairs[n]
-                advantage = advantages[record.videos.start : record.videos.stop].to(device, torch.float32)  # b
-                loss, numbers = clipped_loss(record, t, advantage)
+                mine = slice(record.videos.start, record.videos.stop)
+                loss, numbers = clipped_loss(record, t, advantages[mine].to(device, torch.float32))
                 (loss.mean() / len(minibatch)).backward()
-                for name, value in {**numbers, "loss": loss.mean().item()}.items():
-                    logged[name].append(value)
+                losses[mine] += loss.detach().cpu()
+                found.append(numbers | {"loss": loss.mean().item()})
             grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
-            bad = grad_norm + sum(logged["loss"][-len(minibatch) :])
-            finite = math.isfinite(fsdp.reduce_sum([bad])[0])  # the same on all ranks
+            # the same on all ranks
+            finite = math.isfinite(fsdp.reduce_sum([grad_norm + losses.sum().item()])[0])
             if finite:
                 optimizer.step()
-                logged["grad_norm"].append(grad_norm)
+                for numbers in (*found, {"grad_norm": grad_norm}):
+                    for name, value in numbers.items():
+                        logged[name].append(value)
             optimizer.zero_grad(set_to_none=True)
             skipped_steps, bad_steps = skipped_steps + (not finite), 0 if finite else bad_steps + 1
-            with fsdp.all_ranks_agree():
-                if bad_steps >= max_bad_steps:
-                    raise UserError(f"{bad_steps} non-finite steps in a row, now in iteration {iteration}: lower lr")
+            if not finite:
+                told = f"step skipped on all ranks, not finite: {not_finite(losses, iteration)}"
+                say(f"warning    iteration {iteration}: {told}")
+                with fsdp.all_ranks_agree():
+                    if bad_steps >= max_bad_steps:
+                        raise UserError(f"{bad_steps} non-finite steps in a row, now in iteration {iteration}: {told}: "
+                                        "lower lr")  # fmt: skip
     if ema and (iteration + 1) % ema_interval == 0:
         ema.update()
 
@@ -676,13 +712,14 @@ for iteration in range(start_iteration, max_iterations):
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
                skipped_steps=skipped_steps)  # fmt: skip
-    row |= drift | ({"lora_version": server.version} if server else {})
+    row |= drift | {f"drift/{what}": worst(drift, what) for what in ("velocity", "ratio") if drift}
+    row |= {"lora_version": server.version} if server else {}
     for name, (seconds, peak) in spent.items():
         row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})
     row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}
     kl = f" | kl {row['kl']:.1e}" if "kl" in row else ""
     line = (f"step {done:03d}/{max_iterations} | reward {row['reward']:.3f} +- {row['reward_std']:.3f}"
-            f" | ratio {row['ratio']:.4f} | clip {row['clip_fraction']:.2f}{kl}"
+            f" | ratio {row.get('ratio', math.nan):.4f} | clip {row.get('clip_fraction', math.nan):.2f}{kl}"
             f" | gnorm {row.get('grad_norm', math.nan):.1e} | "
             + " ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in spent.items()))  # fmt: skip
     if device.type == "cuda":
@@ -696,7 +733,7 @@ for iteration in range(start_iteration, max_iterations):
         evaluate(done)
 else:
     if not lora_rank:
-        whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
+        whole = wan_model.by_expert(fsdp.gather(averaged))
         if is_main:
             wan_model.export_model(os.path.join(out_dir, "model"), wan, whole)
             say(f"exported   {out_dir}/model, a complete diffusers folder")

@@ -237,6 +237,8 @@ if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, saved))
     start_step, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
+    if start_step >= max_steps:
+        say(f"done       {start_step} of {max_steps} steps; a larger max_steps goes on")
 if is_main:
     metrics = MetricsLog(out_dir, start_step)
 
@@ -355,7 +357,7 @@ for step in range(start_step, max_steps):
     if stops or due(save_interval, done) or due(eval_interval, done):
         save(done)  # before evaluating, which may take longer than a scheduler waits
     if stops:
-        say("stopped: SIGTERM; the same command resumes")
+        say(f"stopped: {stop.name}; the same command resumes")
         break
     if due(eval_interval, done):
         evaluate(done, videos=True)

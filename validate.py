@@ -191,7 +191,9 @@ def held_out_rewards(generate, rewards, prompts, config, iteration, rank, world_
             sums[name] += [(weight * values.double().numpy()).sum(), (weight * values.double().numpy() ** 2).sum()]
         for i, frames, counts in zip(chosen, videos, weight, strict=True):
             if counts and i < config["num_eval_videos"]:
-                write_before_and_after(config, iteration, i, video.to_uint8(2 * frames.transpose(0, 1) - 1))
+                frames, line = video.to_uint8(2 * frames.transpose(0, 1) - 1), i % len(prompts)
+                given = video.to_uint8(prompts.image(line)[:, None]) if prompts.needs_image else frames[:1]
+                write_before_and_after(config, iteration, i, frames, given, prompts.prompts[line])
     means, errors, count = {}, {}, config["num_eval_samples"]
     for name, (total, squares) in sums.items():
         total, squares = fsdp.reduce_sum([total, squares])
@@ -200,10 +202,11 @@ def held_out_rewards(generate, rewards, prompts, config, iteration, rank, world_
     return means, errors
 
 
-def write_before_and_after(config, iteration, i, frames):
-    """samples/step_000020_<i>.mp4 (before training left, now right) and .png (given, before, now).
+def write_before_and_after(config, iteration, i, frames, given, prompt):
+    """samples/step_000020_<i>.mp4 (before training left, now right) and .png (given, before, now, under the prompt).
 
-    frames f h w 3 uint8; those of iteration 0 are kept as before_<i>.npy, black if num_eval_videos was smaller then.
+    frames f h w 3 and given 1 h w 3 uint8; the frames of iteration 0 are kept as before_<i>.npy, black if
+    num_eval_videos was smaller then.
     """
     folder = os.path.join(config["out_dir"], "samples")
     os.makedirs(folder, exist_ok=True)
@@ -213,5 +216,5 @@ def write_before_and_after(config, iteration, i, frames):
     untrained = np.load(before, allow_pickle=False) if os.path.exists(before) else np.zeros_like(frames)
     path = os.path.join(folder, f"step_{iteration:06d}_{i}")
     video.write_mp4(f"{path}.mp4", np.concatenate([untrained, frames], axis=2), config["fps"])
-    rows = [("given", frames[:1]), ("before", untrained), (f"iteration {iteration}", frames)]
-    video.contact_sheet(f"{path}.png", rows)
+    rows = [("given", given), ("before", untrained), (f"iteration {iteration}", frames)]
+    video.contact_sheet(f"{path}.png", rows, title=prompt)

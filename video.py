@@ -36,8 +36,8 @@ def write_mp4(path, frames, fps):
     return path
 
 
-def contact_sheet(path, rows, num_columns=6):
-    """Write a PNG of labelled rows; returns the path.
+def contact_sheet(path, rows, num_columns=6, title=""):
+    """Write a PNG of labelled rows under a title; returns the path.
 
     rows: list of (label, uint8 frames [f h w 3]). Each row shows up to num_columns frames evenly spaced in time, the
     first and the last among them, under their frame numbers. Rows may differ in size and in length.
@@ -51,10 +51,11 @@ def contact_sheet(path, rows, num_columns=6):
         strips.append((label, indices, [_cell(frames[index]) for index in indices]))
     gutter = int(max(font.getlength(label) for label, _, _ in strips)) + 2 * gap
     width = gutter + max(len(cells) * (cells[0].width + gap) for _, _, cells in strips)
-    height = sum(cells[0].height + 20 for _, _, cells in strips) + gap
+    top = 40 if title else 20
+    height = top - 20 + sum(cells[0].height + 20 for _, _, cells in strips) + gap
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    top = 20
+    draw.text((gap, 4), title, "black", font)
     for label, indices, cells in strips:
         draw.text((gap, top + cells[0].height // 2), label, "black", font, anchor="lm")
         for column, (index, cell) in enumerate(zip(indices, cells, strict=True)):

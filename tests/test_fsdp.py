@@ -472,3 +472,27 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 if __name__ == "__main__":
     two_ranks(sys.argv[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_in_an_evaluation_says_so_and_leaves_at_once(capsys, number):
+    handlers = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+    try:
+        stop = fsdp.Stop()
+        with pytest.raises(SystemExit) as ended, stop.leaves_at_once():
+            os.kill(os.getpid(), number)
+        assert ended.value.code == 0 and stop.requested and stop.name == number.name
+        assert capsys.readouterr().out == f"stopped: {number.name} in an evaluation; the same command resumes\n"
+    finally:
+        signal.signal(signal.SIGTERM, handlers[0])
+        signal.signal(signal.SIGINT, handlers[1])
+
+
+def test_a_second_ctrl_c_in_a_save_is_not_the_disks_fault(tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise fsdp.CheckpointException("save", {0: (KeyboardInterrupt(), None)})
+
+    monkeypatch.setattr(fsdp.dcp, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fsdp.save_checkpoint(str(tmp_path), 1, {"x": torch.zeros(2)}, {}, 1)
+    assert fsdp.checkpoints(str(tmp_path)) == [] and not list((tmp_path / "ckpt").iterdir())

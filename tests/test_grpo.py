@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +199,7 @@ def test_the_first_ratio_is_exactly_1(train, tmp_path, kind, settings):
     printed = train(kind, **settings | dict(max_iterations=1, clip_range=1e-6, num_sde_steps=3))[1]
     assert "ratio of the first update: 1 +- 0.0e+00 (step 0), 0.0e+00 (step 1), 0.0e+00 (step 2); clip" in printed
     if settings.get("lora_rank") != 0:
-        assert "self-check adapters off against on: 0.0e+00, want 0" in printed
+        assert "self-check reference against policy: 0.0e+00, want 0" in printed
     (row,) = train_rows(tmp_path / "out")
     assert row["ratio"] == 1.0 and row["clip_fraction"] == 0.0 and row["grad_norm"] > 0
     assert row.get("kl", 0.0) == 0.0
@@ -226,7 +227,7 @@ def test_recomputed_log_probs_change_nothing_in_float32(train, tmp_path):
         names, _ = train(recompute_log_prob=recompute, num_inner_epochs=2, out_dir=tmp_path / name)
     rows = untimed(tmp_path / "recomputed")
     drifts = [row.pop(name) for row in rows for name in list(row) if name.startswith("drift/")]
-    assert drifts == [0] * 8  # velocity and ratio of 2 steps, in 2 iterations
+    assert drifts == [0] * 12  # velocity and ratio of 2 steps and of the worst, in 2 iterations
     assert untimed(tmp_path / "kept") == rows
     assert not [name for name, value in names.items() if isinstance(value, torch.Tensor) and value.grad_fn is not None
                 and name != "loss"]  # fmt: skip # a graph kept until the next iteration would double the memory
@@ -383,11 +384,13 @@ def test_the_kl_is_that_of_two_normal_distributions(scored, world, law):
 
 def test_a_kl_alone_pulls_back_to_the_reference(train, tmp_path, monkeypatch):
     """Equal rewards and kl_beta: nothing but the KL has a gradient, and training lowers it."""
-    train(max_iterations=3, lr=3e-2, out_dir=tmp_path / "away")
+    settings = dict(rewards="mine", kl_beta=30.0, lr=1e-2, weight_decay=0.0, num_sde_steps=1, sde_window="(1,2)")
+    use_reward(monkeypatch, lambda videos, prompts, metadata: 1e3 * reward.smoothness(videos, prompts, metadata))
+    train(max_iterations=8, **settings)
     use_reward(monkeypatch, lambda videos, prompts, metadata: torch.ones(len(videos)))
-    train(max_iterations=12, rewards="mine", kl_beta=1.0, init_lora=tmp_path / "away/lora", lr=1e-2)
+    train(max_iterations=32, **settings)
     kl = [row["kl"] for row in train_rows(tmp_path / "out")]
-    assert kl[0] > 0 and kl[-1] < 0.5 * kl[0]
+    assert kl[0] == 0 and kl[8] > 0 and kl[-1] < 0.3 * max(kl), kl
 
 
 def test_equal_rewards_give_no_gradient_and_such_a_run_goes_on(train, tmp_path, monkeypatch):
@@ -397,7 +400,7 @@ def test_equal_rewards_give_no_gradient_and_such_a_run_goes_on(train, tmp_path, 
     assert [(row["zero_std_groups"], row["grad_norm"]) for row in train_rows(tmp_path / "out")] == [(3, 0.0)] * 2
     assert all((g == 0).all() for step in gradients for g in step) and len(gradients) == 2
     printed = train(rewards="mine", weight_decay=0.0, max_iterations=3)[1]  # B is still 0, after two iterations
-    assert "iteration 2" in printed and "adapters off against on: 0.0e+00, want 0" in printed
+    assert "iteration 2" in printed and "reference against policy: 0.0e+00, want 0" in printed
 
 
 def test_one_group_of_equal_rewards_weighs_nothing(world, train, tmp_path, monkeypatch):
@@ -519,18 +522,21 @@ def test_a_run_of_two_experts_resumes_where_the_next_window_belongs_to_an_untrai
     change = next(i for i in range(1, 12) if windows[i] != windows[0])
     train("i2v", **settings, max_iterations=change)
     printed = train("i2v", **settings, max_iterations=change + 1)[1]
-    assert f"iteration {change}\n" in printed and "adapters off against on: 0.0e+00, want 0" in printed
+    assert f"iteration {change}\n" in printed and "reference against policy: 0.0e+00, want 0" in printed
 
 
 def test_it_starts_from_an_exported_adapter(world, train, straight, tmp_path):
     """Its videos are those of the run that exported it, and diffusers' layout loads into a fresh model."""
     start = dict(init_lora=straight / "lora", max_iterations=1)
     printed = train(**start)[1]
-    assert "adapters off against on: " in printed and ", want more than 0" in printed
+    assert "reference against policy: 0.0e+00, want 0" in printed  # the policy it starts from is the reference
     begin, end = eval_rows(tmp_path / "out")[0], eval_rows(straight)[-1]
     assert begin["eval/first_frame"] == pytest.approx(end["eval/first_frame"], rel=1e-5)
     assert begin["eval/first_frame"] != pytest.approx(eval_rows(straight)[0]["eval/first_frame"], rel=1e-5)
-    assert train_rows(tmp_path / "out")[0]["kl"] > 0
+    assert train_rows(tmp_path / "out")[0]["kl"] == 0
+    printed = train(**start | dict(max_iterations=2))[1]
+    assert "reference against policy: " in printed and ", want more than 0" in printed
+    assert train_rows(tmp_path / "out")[1]["kl"] > 0
 
     tensors, rank, alpha, targets = wan_model.read_lora(str(straight / "lora"), "single")
     assert (rank, alpha) == (4, 8)
@@ -586,6 +592,59 @@ def test_reward_rises(train, tmp_path):
 # ----------------------------------------------------------------------------- interruptions
 
 
+def test_a_reward_that_fails_later_loses_nothing(world, train, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def failing(videos, prompts, metadata):
+        return torch.full((len(videos),), torch.nan if train_rows(out) else 1.0)
+
+    use_reward(monkeypatch, failing)
+    settings = QUICK | dict(rewards="mine", out_dir=out, max_iterations=3)
+    assert "reward mine: got nan" in refusal("train_grpo.py", **paths(world), **settings)
+    assert [path[-6:] for path in fsdp.checkpoints(out)] == ["000001"] and (out / "lora").is_dir()
+    use_reward(monkeypatch, lambda videos, prompts, metadata: torch.ones(len(videos)))
+    train(rewards="mine", max_iterations=3)
+    assert [row["step"] for row in train_rows(out)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kl_beta", [0.0, 0.1])
+def test_every_step_has_its_reference_where_the_kl_is_trained(train, kl_beta):
+    records = train(kl_beta=kl_beta, max_iterations=1)[0]["records"]
+    known = [t.reference_mean is not None for record in records for t in record.transitions]
+    assert known == ([True] * 4 if kl_beta else [True, False, False, False])  # 2 batches x 2 steps
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_ratio_that_is_not_a_number_ends_the_run(world, tmp_path, monkeypatch, step):
+    log_prob, calls = rollout.log_prob, []
+
+    def broken(*args):
+        calls.append(None)
+        return log_prob(*args) + (torch.nan if len(calls) == 5 + step else 0)  # 2 batches x 2 steps are drawn before
+
+    monkeypatch.setattr(rollout, "log_prob", broken)
+    line = refusal("train_grpo.py", **paths(world), **QUICK, out_dir=tmp_path / "out")
+    assert "before any update the trainer's ratios differ from 1 by inf" in line
+
+
+def test_a_reference_that_is_the_policy_itself_ends_the_run(world, train, monkeypatch):
+    """B = 0 hides a switch that does nothing, unless the check moves it first."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fsdp, "swapped_in", lambda parameters, values: nullcontext())
+        with pytest.raises(RuntimeError, match="the reference isn't the policy before training"):
+            train(max_iterations=1, ema_decay=0)
+
+
+def test_it_goes_on_in_other_batches(train, tmp_path):
+    """With one minibatch they change rounding alone; with more, minibatches are made of them."""
+    train(kl_beta=0.1, out_dir=tmp_path / "whole")
+    train(kl_beta=0.1, max_iterations=1)
+    train(kl_beta=0.1, rollout_batch=3)
+    for row, whole in zip(train_rows(tmp_path / "out"), train_rows(tmp_path / "whole"), strict=True):
+        assert [row[name] for name in ("reward", "grad_norm", "kl")] == pytest.approx(
+            [whole[name] for name in ("reward", "grad_norm", "kl")], rel=1e-4, abs=1e-12)  # fmt: skip
+
+
 KILLED_IN_THE_SECOND_UPDATE = """
 import os, runpy, signal, sys, torch
 clip, calls = torch.nn.utils.clip_grad_norm_, []
@@ -632,6 +691,7 @@ def test_interrupted_anywhere_it_equals_the_uninterrupted_run_bit_for_bit(world,
     assert_same_checkpoint(lora_of(out), lora_of(straight))
     printed = script("train_grpo.py", **settings)[1]  # once more: nothing is left to do
     assert "step 0" not in printed and untimed(out) == untimed(straight)
+    assert "done       4 of 4 iterations; a larger max_iterations goes on" in printed
 
 
 def test_stopped_before_the_first_iteration_it_starts_anew(train, tmp_path, monkeypatch):
@@ -673,10 +733,12 @@ def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_
 
     with monkeypatch.context() as patch:
         patch.setattr(rollout, "sample", not_a_number)
-        train(num_minibatches=2, max_iterations=3)
-    rows = train_rows(tmp_path / "out")
+        names, printed = train(num_minibatches=2, max_iterations=3)
+    rows, texts = train_rows(tmp_path / "out"), names["train_prompts"].prompts
+    prompt = texts[prompts.group_indices(len(texts), 3, 1, 0)[(6 * batch + 2) // 4]]  # video 2 of that batch
     assert [row["skipped_steps"] for row in rows] == [0, 1, 1]
-    assert [np.isfinite(row["loss"]) for row in rows] == [True, False, True]
+    assert all(np.isfinite(row["loss"]) for row in rows)  # of the steps that were taken
+    assert f"iteration 1: step skipped on all ranks, not finite: '{prompt}'" in printed
     state = tensors_of(tmp_path / "out", 3)
     assert all(tensor.isfinite().all() for tensor in state.values())
     assert {int(tensor) for name, tensor in state.items() if name.endswith(".step")} == {3 * 2 - 1}
@@ -684,7 +746,8 @@ def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(np.inf))
         line = refusal("train_grpo.py", **paths(world), **QUICK | dict(max_bad_steps=2), out_dir=tmp_path / "bad")
-    assert line == "error: 2 non-finite steps in a row, now in iteration 1: lower lr"
+    assert line.startswith("error: 2 non-finite steps in a row, now in iteration 1: ") and line.endswith(
+        "not finite: the gradient of no single video: lower lr")
 
 
 # ----------------------------------------------------------------------------- refusals
@@ -716,6 +779,11 @@ def test_bad_input_is_one_line(world, tmp_path, monkeypatch):
         (dict(sde_window="(-1,3)"), "sde_window=(-1, 3): want "),
         (dict(sde_window="(0,4)", law="cps"), "hi <= 3"),
         (dict(noise_level=0), "noise_level=0.0: an SDE wants more than 0"),
+        (dict(noise_level=1.5, law="cps"), "noise_level=1.5: an SDE wants more than 0, e.g. 0.7, and cps at most 1"),
+        (dict(clip_range=0), "clip_range=0.0: want more than 0"),
+        (dict(grad_clip=-1), "grad_clip=-1.0: want more than 0"),
+        (dict(advantage_clip=0), "advantage_clip=0.0: want more than 0"),
+        (dict(rollout_batch=5), "12 videos: want a multiple of 1 ranks x rollout_batch=5, e.g. rollout_batch=1"),
         (dict(law="euler"), "law=euler: want flow, dance or cps"),
         (dict(law="cps", ratio_norm=True), "ratio_norm=True"),
         (dict(rewards="firstframe:1.0"), "rewards=firstframe:1.0: got 'firstframe' (did you mean first_frame?)"),

@@ -105,11 +105,13 @@ def test_mistakes_name_file_and_line(folder):
         '{"input": "one", "metadata": []}': r"got metadata \[\]",
         '{"input": "one"}': "got image_path None",
         json.dumps(line("one", "images/c.png")): "images/c.png, which is not there",
-        json.dumps(line("one", "images")): "images, which is not there",
+        json.dumps(line("one", "images")): "images, a folder, want a file",
         json.dumps(line("one", "images/text.png")): "text.png .*want one that opens",
         json.dumps(line("one", "images/half.jpg")): "half.jpg .*want one that opens",
         json.dumps(line("one", "images/half.png")): "half.png .*want one that opens",
+        json.dumps(line("one", "images/deep.png")): r"deep.png \(mode I;16: more than 8 bits .*want one that opens",
     }
+    Image.fromarray(np.full((4, 4), 60_000, np.uint16)).save(folder / "images/deep.png")
     for bad, message in cases.items():
         path = write(folder, good, "", bad, good)
         with pytest.raises(UserError, match=f"train.jsonl:3: .*{message}") as error:
@@ -118,6 +120,12 @@ def test_mistakes_name_file_and_line(folder):
     for path in (folder / "none.jsonl", folder / "images" / "b.jpg", write(folder, "", " ", name="empty.jsonl")):
         with pytest.raises(UserError, match=f"{path.name}: got .* want"):
             Prompts(path, 16, 16)
+
+
+def test_a_byte_order_mark_is_no_mistake(folder):
+    path = write(folder, line("ein Würfel", "images/a.png"))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert Prompts(path, 16, 16).prompts == ["ein Würfel"]
 
 
 @pytest.mark.parametrize("num_prompts, size", [(10, 4), (7, 5), (6, 6), (9, 3), (8, 7), (5, 1), (2, 2), (90, 12)])

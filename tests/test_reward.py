@@ -68,6 +68,8 @@ def test_load_score_and_mix():
 @pytest.mark.parametrize("values, message", [
     (torch.tensor([0.0, float("nan"), 1.0]), "reward mine: got nan for 'two', want finite"),
     (torch.tensor([float("inf"), 0.0, 1.0]), "reward mine: got inf for 'one'"),
+    (None, r"reward mine: got None, want 3 numbers, one a video"),
+    (["a", "b", "c"], r"reward mine: got \['a', 'b', 'c'\], want 3 numbers, one a video"),
     (torch.zeros(3, 1), r"reward mine: got shape \(3, 1\), want \(3,\)"),
     (torch.tensor(0.0), r"reward mine: got shape \(\), want \(3,\)"),
 ])  # fmt: skip
@@ -254,7 +256,7 @@ def test_ball_in_closed_form():
 
 @pytest.mark.parametrize("metadata", [{}, {"colour": "pink", "direction": "left"}, {"colour": "red", "direction": 1}])
 def test_ball_wants_metadata(metadata):
-    with pytest.raises(UserError, match="reward ball: got (colour|direction) .* in metadata, want one of"):
+    with pytest.raises(UserError, match="reward ball or ball_success: got (colour|direction) .*, want one of"):
         ball(noise(1, 5, 3, 8, 8), [metadata])
 
 

@@ -61,6 +61,14 @@ def test_contact_sheet(tmp_path):
     assert counts == [2 * cell, 0, cell, 0, cell]  # frames 0, 2, 4; the first one twice
 
 
+def test_contact_sheet_with_a_title(tmp_path):
+    frames = np.full((2, 16, 64, 3), 200, np.uint8)
+    plain, titled = (Image.open(contact_sheet(tmp_path / f"{title}_.png", [("a", frames)], title=title))
+                     for title in ("", "one"))  # fmt: skip
+    assert (titled.width, titled.height) == (plain.width, plain.height + 20)
+    assert (np.asarray(titled)[20:] == np.asarray(plain)).all() and (np.asarray(titled)[:20] < 128).any()
+
+
 def test_contact_sheet_shrinks_large_frames(tmp_path):
     sheet = Image.open(contact_sheet(tmp_path / "sheet.png", [("", np.zeros((3, 864, 768, 3), np.uint8))]))
     assert sheet.height < 432 and sheet.width < 3 * 384
