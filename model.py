@@ -263,17 +263,24 @@ def add_lora(transformer, rank, alpha, targets):
 
 
 def check_lora(wan, experts, rank, alpha, targets, init_lora):
-    """UserError for wrong targets, or adapters to start from that don't fit: on the meta device, before loading."""
+    """UserError for wrong targets, or adapters to start from that don't fit: on the meta device, before loading.
+
+    -> the number of parameters that will be trained, over the experts.
+    """
     if init_lora and not rank:
         raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
-    for expert in experts if rank else ():
+    if not rank:
+        return len(experts) * count_parameters(wan.config)
+    for expert in experts:
         with torch.device("meta"):
-            skeleton = add_lora(WanTransformer3DModel.from_config(wan.config), rank, alpha, targets)
+            skeleton = WanTransformer3DModel.from_config(wan.config).requires_grad_(False)
+            add_lora(skeleton, rank, alpha, targets)
         if init_lora:
             tensors, _, trained_alpha, _ = read_lora(init_lora, expert)
             load_lora(skeleton, tensors, init_lora)
             if trained_alpha != alpha:
                 raise UserError(f"lora_alpha={alpha:g}: {init_lora} was trained with {trained_alpha:g}, want the same")
+    return len(experts) * sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
 
 
 def load_expert(wan, expert, device, seed, trainable, rank, alpha, targets, init_lora=""):

@@ -190,7 +190,7 @@ with fsdp.all_ranks_agree():
     if rollout == "sglang":
         sglang_client.check_settings(config, wan)
         recompute_log_prob = True
-    wan_model.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
+    num_trained = wan_model.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     if "low" in wan.expert_names and not guidance_scale_2:
@@ -297,8 +297,9 @@ if checkpoint:
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
     if start_iteration >= max_iterations:
         say(f"done       {start_iteration} of {max_iterations} iterations; a larger max_iterations goes on")
-say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors on "
-    f"{world_size} x {device.type}")  # fmt: skip
+if sum(p.numel() for p in parameters.values()) != num_trained:
+    raise RuntimeError(f"{sum(p.numel() for p in parameters.values()):,} trainable parameters, want {num_trained:,}")
+say(f"training   {num_trained:,} parameters in {len(parameters)} tensors on {world_size} x {device.type}")
 with fsdp.all_ranks_agree():
     if is_main:
         save_config(out_dir, config)
@@ -627,7 +628,7 @@ def save(iteration):
 
 
 # ----------------------------------------------------------------------------- the loop
-reference = replace(wan, experts=frozen) if frozen else wan  # with LoRA: the policy itself, adapters off
+reference = replace(wan, experts=frozen) if frozen else wan  # with LoRA: the policy itself, as before training
 bad_steps = 0
 if start_iteration == 0:
     evaluate(0)
