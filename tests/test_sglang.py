@@ -561,8 +561,8 @@ def test_three_iterations_by_a_server_equal_three_in_process(world, serve, tmp_p
         assert (lora[side] - local[side]).norm() < 0.03 * local[side].norm()
     assert "self-check ratio of the first update: 1 +- 0.0e+00" in printed
     for row in rows[:2]:  # B = 0, then a LoRA that the server got
-        velocity = [value for name, value in row.items() if "drift/velocity" in name]
-        assert len(velocity) == 2 and 0 < max(velocity) < 1e-5
+        velocity = [value for name, value in row.items() if "drift/velocity " in name]  # of each step
+        assert len(velocity) == 2 and 0 < max(velocity) == row["drift/velocity"] < 1e-5
         assert max(value for name, value in row.items() if "drift/ratio" in name) < 1e-5
     assert {"seconds/sync", "seconds/roll", "seconds/in_server", "seconds/train"} <= rows[2].keys()
     assert [row["lora_version"] for row in rows] == [2, 3, 4]  # the first was for the evaluation
@@ -587,7 +587,7 @@ def test_a_model_that_is_not_the_servers_is_noticed(world, serve, tmp_path, monk
     line = refusal("train_grpo.py", **paths(world) | QUICK | dict(
         rollout="sglang", sglang_urls=serve("ti2v"), out_dir=tmp_path / "out"))  # fmt: skip
     assert re.search("the server's velocity differs from the trainer's by (1.0e-02|9.9e-03) of its size", line)
-    assert (tmp_path / "out/ckpt/step_000000").exists()  # what was trained is kept when servers fail
+    assert not (tmp_path / "out/ckpt").exists()  # nothing was trained that could be lost
 
 
 @real
