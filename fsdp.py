@@ -78,6 +78,11 @@ def init(device="auto"):
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def is_first():
+    """Whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def barrier():
     """All ranks wait for each other."""
     if dist.is_initialized():
@@ -144,7 +149,7 @@ class Stop:
             raise KeyboardInterrupt  # the second Ctrl-C doesn't wait
         self.requested, self.name = True, signal.Signals(number).name
         if self.at_once:
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if is_first():
                 print(f"stopped: {self.name} in an evaluation; the same command resumes", flush=True)
             raise SystemExit(int(dist.is_initialized()))  # torchrun ends the other ranks only where one fails
 
@@ -231,7 +236,7 @@ def gather(tensors, wanted=None):
     Collective: all ranks call it.
     """
     if wanted is None:
-        wanted = not dist.is_initialized() or dist.get_rank() == 0
+        wanted = is_first()
     whole = {}
     for name, tensor in tensors.items():
         tensor = full_tensor(tensor.detach())

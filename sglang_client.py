@@ -10,6 +10,7 @@ import base64
 import http.client
 import io
 import json
+import math
 import os
 import pickle
 import queue
@@ -114,6 +115,24 @@ def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_s
             client.close = server.end
             atexit.register(server.end)
     return client
+
+
+def check_drift(drift, wan, guidance, clip_range):
+    """Lines that tell how far the servers' numbers are from the trainer's, and then UserError if it can't be rounding.
+
+    drift: "drift/velocity" and "drift/ratio" of each step, "drift/ratio 3", and of all (rollout.drift).
+    """
+    each = ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}" for name, value in drift.items() if " " in name)
+    yield f"drift      server against trainer: {each}"
+    if drift["drift/ratio"] > clip_range:
+        yield (f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
+               "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
+    # rounding a pass, which guidance u + s (c - u) multiplies: in bf16 34 % was seen at s = 5
+    scale = max(guidance["guidance_scale"], guidance["guidance_scale_2"])
+    most = 1e-3 if wan.dtype == torch.float32 else 0.1 * math.hypot(scale, scale - 1)
+    if not drift["drift/velocity"] <= most:
+        raise UserError(f"the server's velocity differs from the trainer's by {drift['drift/velocity']:.1e} of its "
+                        "size: other weights, another LoRA or another precision (--dtype)")
 
 
 class ServerError(Exception):

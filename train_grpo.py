@@ -143,12 +143,18 @@ rank, world_size, device = fsdp.init(device)
 is_main = rank == 0
 stop = fsdp.Stop()
 lora_alpha = lora_alpha or float(lora_rank)
-videos_each = prompts_per_iteration * group_size // world_size  # a rank's share of an iteration
+num_videos = prompts_per_iteration * group_size  # of an iteration
+videos_each = num_videos // world_size  # a rank's share
 
 
 def say(line):
     if is_main:
         print(line, flush=True)
+
+
+def prompts_of(iteration):
+    """Indices of an iteration's prompts, one a group. UserError if it wants more than there are."""
+    return group_indices(len(train_prompts), prompts_per_iteration, iteration, seed)
 
 
 with fsdp.all_ranks_agree():
@@ -174,7 +180,6 @@ with fsdp.all_ranks_agree():
     if not (len(sde_window) == 2 and 0 <= sde_window[0] and sde_window[0] + num_sde_steps <= sde_window[1] <= last):
         raise UserError(f"sde_window={sde_window}: want (lo, hi), lo >= 0, hi <= {last}, "
                         f"at least num_sde_steps={num_sde_steps} apart")  # fmt: skip
-    num_videos = prompts_per_iteration * group_size
     if num_videos % (world_size * rollout_batch):
         fits = "" if num_videos % world_size else f", e.g. rollout_batch={math.gcd(videos_each, rollout_batch)}"
         raise UserError(f"prompts_per_iteration x group_size = {num_videos} videos: want a multiple of {world_size} "
@@ -201,7 +206,7 @@ with fsdp.all_ranks_agree():
         raise UserError('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
     train_prompts = Prompts(data_jsonl, height, width, needs_image=wan.kind != "t2v")
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=wan.kind != "t2v")
-    group_indices(len(train_prompts.prompts), prompts_per_iteration, 0, seed)
+    prompts_of(0)
     weights = reward.parse_rewards(rewards)
     checkpoint = fsdp.checkpoint_to_resume(out_dir, resume)
     meta = fsdp.read_meta(checkpoint) if checkpoint else None
@@ -349,7 +354,7 @@ def roll_out(iteration, window, spent):
 
     Adds to spent["roll" | "decode" | "reward"].
     """
-    prompt_indices = group_indices(len(train_prompts.prompts), prompts_per_iteration, iteration, seed)
+    prompt_indices = prompts_of(iteration)
     if len(set(prompt_indices)) < prompts_per_iteration:
         raise RuntimeError(f"a prompt stands twice in iteration {iteration}: {prompt_indices}")
     records = []
@@ -420,7 +425,7 @@ def release_servers():
 
 def from_all_ranks(records, name):
     """A reward of all the iteration's videos, in order, on every rank -> float64 prompts x members."""
-    everywhere = torch.zeros(prompts_per_iteration * group_size, dtype=torch.float64)
+    everywhere = torch.zeros(num_videos, dtype=torch.float64)
     for record in records:
         everywhere[record.videos.start : record.videos.stop] = record.rewards[name].double()
     return torch.tensor(fsdp.reduce_sum(everywhere.tolist()), dtype=torch.float64)
@@ -479,7 +484,7 @@ def score_reference(pairs):
 def not_finite(losses, iteration):
     """The prompts of the videos whose loss isn't finite, on any rank. Collective."""
     bad = fsdp.reduce_sum((~losses.isfinite()).float().tolist())
-    prompt_indices = group_indices(len(train_prompts.prompts), prompts_per_iteration, iteration, seed)
+    prompt_indices = prompts_of(iteration)
     names = {train_prompts.prompts[prompt_indices[n // group_size]] for n, count in enumerate(bad) if count}
     return ", ".join(map(repr, sorted(names))) or "the gradient of no single video"
 
@@ -491,8 +496,8 @@ def drift_due(iteration):
 
 def rescore(records):
     """Let the trainer say how probable the rollout's steps were, with gradients switched on as in training: the
-    sampler's kernels may be others -> {"drift/velocity 3", "drift/ratio 3", ...} of the window's steps, on any rank the
-    worst (rollout.drift), of the videos where the sampler's numbers are known."""
+    sampler's kernels may be others -> {"drift/velocity 3", "drift/ratio 3", ..., "drift/velocity", "drift/ratio"}, the
+    worst (rollout.drift) of each step and of all, on any rank, of the videos where the sampler's numbers are known."""
     row = {}
     for record in records:
         for t in record.transitions:
@@ -500,30 +505,11 @@ def rescore(records):
             mean, log_prob = mean.detach().cpu(), log_prob.detach().cpu()  # and the graph is gone
             if t.log_prob is not None:
                 drift = wan_rollout.drift(law, t, mean, log_prob, gen_mask.cpu(), sigmas, noise_level)
-                for name, value in zip((f"drift/velocity {t.step}", f"drift/ratio {t.step}"), drift, strict=True):
-                    row[name] = float(np.maximum(row.get(name, 0.0), value))  # NaN stays
+                for name, value in zip(("drift/velocity", "drift/ratio"), drift, strict=True):
+                    for key in (f"{name} {t.step}", name):
+                        row[key] = float(np.maximum(row.get(key, 0.0), value))  # NaN stays
             t.mean, t.log_prob = mean, log_prob
     return dict(zip(row, fsdp.reduce_max(list(row.values())), strict=True))
-
-
-def worst(drift, what):
-    """The largest "velocity" or "ratio" of what rescore measured."""
-    return max(value for name, value in drift.items() if what in name)
-
-
-def check_drift(drift):
-    """Say how far a server's numbers are from the trainer's. UserError where that can't be rounding."""
-    say("drift      server against trainer: " + ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}"
-                                                         for name, value in drift.items()))  # fmt: skip
-    if worst(drift, "ratio") > clip_range:
-        say(f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
-            "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
-    # rounding a pass, which guidance u + s (c - u) multiplies: in bf16 34 % was seen at s = 5
-    scale = max(guidance["guidance_scale"], guidance["guidance_scale_2"])
-    most = 1e-3 if wan.dtype == torch.float32 else 0.1 * math.hypot(scale, scale - 1)
-    if not worst(drift, "velocity") <= most:
-        raise UserError(f"the server's velocity differs from the trainer's by {worst(drift, 'velocity'):.1e} of its "
-                        "size: other weights, another LoRA or another precision (--dtype)")
 
 
 def check_first_ratio(records, sampler_drift):
@@ -537,7 +523,7 @@ def check_first_ratio(records, sampler_drift):
     say("self-check ratio of the first update: 1 +- "
         + ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(drift, record.transitions, strict=True))
         + f"; clip_range {clip_range:g}"
-        + (f"; by the sampler's own log-probs it would be 1 +- {worst(sampler_drift, 'ratio'):.1e}"
+        + (f"; by the sampler's own log-probs it would be 1 +- {sampler_drift['drift/ratio']:.1e}"
            if sampler_drift else ""))  # fmt: skip
     if not max(drift) <= clip_range:
         raise UserError(f"before any update the trainer's ratios differ from 1 by {max(drift):.1e}, more than "
@@ -655,7 +641,8 @@ for iteration in range(start_iteration, max_iterations):
     drift = rescore(records) if recompute_log_prob else {}
     if server and drift:
         with saving(iteration), fsdp.all_ranks_agree():
-            check_drift(drift)
+            for line in sglang_client.check_drift(drift, wan, guidance, clip_range):
+                say(line)
     if iteration == start_iteration:
         check_first_ratio(records, drift)
         if lora_rank:
@@ -713,8 +700,7 @@ for iteration in range(start_iteration, max_iterations):
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
                skipped_steps=skipped_steps)  # fmt: skip
-    row |= drift | {f"drift/{what}": worst(drift, what) for what in ("velocity", "ratio") if drift}
-    row |= {"lora_version": server.version} if server else {}
+    row |= drift | ({"lora_version": server.version} if server else {})
     for name, (seconds, peak) in spent.items():
         row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})
     row |= {f"reward/{name}": values.mean().item() for name, values in each.items()}

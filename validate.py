@@ -189,9 +189,9 @@ def held_out_rewards(generate, rewards, prompts, config, iteration, rank, world_
             scores = reward.score(rewards, videos, texts, metadata)
         for name, values in scores.items():
             sums[name] += [(weight * values.double().numpy()).sum(), (weight * values.double().numpy() ** 2).sum()]
-        for i, frames, counts in zip(chosen, videos, weight, strict=True):
+        for i, line, frames, counts in zip(chosen, lines, videos, weight, strict=True):
             if counts and i < config["num_eval_videos"]:
-                frames, line = video.to_uint8(2 * frames.transpose(0, 1) - 1), i % len(prompts)
+                frames = video.to_uint8(2 * frames.transpose(0, 1) - 1)
                 given = video.to_uint8(prompts.image(line)[:, None]) if prompts.needs_image else frames[:1]
                 write_before_and_after(config, iteration, i, frames, given, prompts.prompts[line])
     means, errors, count = {}, {}, config["num_eval_samples"]
