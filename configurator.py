@@ -33,6 +33,7 @@ OPERATORS = {
 }
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "h5py")
 DISK_FULL = ("No space left on device", "Disk quota exceeded")  # the system's words, whoever raises them
+GPU_FULL = ("CUDA out of memory", "ALLOC_FAILED")  # the allocator's words; cuBLAS's and cuDNN's
 
 
 class UserError(ValueError):
@@ -116,6 +117,10 @@ def replace_folder(temporary, final):
 def _show(kind, error, trace):
     if issubclass(kind, UserError) or any(full in str(error) for full in DISK_FULL):
         print("error:", " ".join(str(error).split()), file=sys.stderr)
+    elif any(full in str(error) for full in GPU_FULL):
+        reason = " ".join(str(error).split())[:160]
+        print(f"error: the GPU's memory is full ({reason}): want more GPUs, a smaller batch, checkpointing=full or "
+              "compile_blocks=True", file=sys.stderr)  # fmt: skip
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

@@ -77,6 +77,18 @@ def return_image_latents():
     denoising.init_rollout_env_if_enabled = init_with_image_latents
 
 
+def keep_timesteps():
+    """TI2V's timesteps stay float32; sglang rounds them to bf16 with the latents, 874.3 to 876, another noise level."""
+    from sglang.multimodal_gen.runtime.pipelines_core.stages import denoising
+
+    expand = denoising.expand_wan_ti2v_timestep
+
+    def expand_in_float32(batch, t_device, target_dtype, seq_len, mask, *args):
+        return expand(batch, t_device, torch.float32, seq_len, None if mask is None else mask.float(), *args)
+
+    denoising.expand_wan_ti2v_timestep = expand_in_float32
+
+
 def answer_with_bytes():
     """Videos travel as 8-bit numbers, as a file would hold them: 59 MB instead of 235 MB for 49 x 480 x 832.
 
@@ -121,8 +133,8 @@ def end_with_launcher():
 
 
 KEPT = []
-for patch in (add_cpu_operations, keep_image_size, return_image_latents, answer_with_bytes, keep_adapters_on_device,
-              end_with_launcher):  # fmt: skip
+for patch in (add_cpu_operations, keep_image_size, return_image_latents, keep_timesteps, answer_with_bytes,
+              keep_adapters_on_device, end_with_launcher):  # fmt: skip
     try:
         KEPT.append(patch())
     except (ImportError, AttributeError) as error:

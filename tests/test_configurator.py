@@ -190,6 +190,18 @@ def test_other_errors_keep_their_traceback(tmp_path):
     assert "Traceback" in result.stderr and "ZeroDivisionError" in result.stderr
 
 
+@pytest.mark.parametrize("said", [
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+])  # fmt: skip
+def test_a_full_gpu_is_one_line(tmp_path, said):
+    source = SCRIPT + f"raise RuntimeError({said!r})\n"
+    done = launch(tmp_path, source=source)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: the GPU's memory is full ({said}): want more GPUs, a smaller batch")
+    assert done.stderr.count("\n") == 1
+
+
 def test_interrupt_is_one_line(tmp_path):
     result = launch(tmp_path, source=SCRIPT + "raise KeyboardInterrupt\n")
     assert result.returncode in (-signal.SIGINT, 130)

@@ -401,12 +401,34 @@ def test_what_the_shim_cannot_patch_it_says(tmp_path):
     assert [line.split("couldn't ")[1].split(":")[0] for line in lines] == [
         "keep_image_size",
         "return_image_latents",
+        "keep_timesteps",
         "answer_with_bytes",
         "keep_adapters_on_device",
     ]
 
 
 # ----------------------------------------------------------------------------- a real server
+
+
+EXPANDED = """
+import torch
+from sglang.multimodal_gen.runtime.pipelines_core.stages import denoising
+mask = torch.ones(1, 2, 4, 4, dtype=torch.bfloat16)  # 1 f h w
+mask[:, 0] = 0
+batch = type("Req", (), dict(raw_latent_shape=(1, 48, 2, 4, 4), latents=None))
+print("is", denoising.expand_wan_ti2v_timestep(batch, torch.tensor(874.3), torch.bfloat16, 8, mask, (1, 2, 2)).tolist())
+"""
+
+
+@real
+@pytest.mark.parametrize(("shim", "timestep"), [("", 876.0), ("import nanowan_shim", 874.3)])
+def test_timesteps_are_not_rounded_to_bf16(shim, timestep):
+    """sglang alone does; when it no longer does, the patch can go."""
+    said = subprocess.run([SGLANG.with_name("python"), "-c", shim + EXPANDED], capture_output=True, text=True,
+                          timeout=300, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY / "shim")})  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    timesteps = json.loads(said.stdout.split("is ")[-1])
+    assert timesteps[0] == pytest.approx([0.0] * 4 + [timestep] * 4, rel=1e-7)
 
 
 @pytest.fixture(scope="session")
