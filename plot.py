@@ -26,7 +26,7 @@ class MetricsLog:
         if self.path.exists() and not start_step:
             self.path.replace(self.path.with_suffix(".jsonl.old"))  # of a run whose checkpoints are gone
         partial = self.path.with_suffix(".jsonl.tmp")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in self.kept))
+        partial.write_text("".join(map(_as_line, self.kept)))
         partial.replace(self.path)
 
     def holds(self, step, prefix):
@@ -35,7 +35,13 @@ class MetricsLog:
 
     def write(self, row):
         with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(_as_line(row))
+
+
+def _as_line(row):
+    """A row as strict JSON, which has no NaN: a number of a skipped step is null."""
+    finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def read_metrics(path):
@@ -123,7 +129,7 @@ def _shade(fraction):
 
 def _gradient(axes, rows, keys):
     _line(axes, rows, "grad_norm", color="tab:purple")
-    if any(row.get("grad_norm", 0) > 0 for row in rows):
+    if any((row.get("grad_norm") or 0) > 0 for row in rows):
         axes.set_yscale("log")
     if "lr" in keys:
         right = axes.twinx()

@@ -98,6 +98,20 @@ def test_odd_values(tmp_path, drawn):
     assert drawn(write(tmp_path / "empty", [])) == {}
 
 
+def test_the_log_is_strict_json(tmp_path, drawn):
+    def refuse(constant):
+        raise AssertionError(f"{constant} isn't JSON")
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": Infinity}\n')  # of an earlier version
+    log = plot.MetricsLog(tmp_path, start_step=1)
+    log.write({"step": 2, "expert": "high", "loss": math.nan, "grad_norm": math.inf, "gib": 1.5})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse) for line in lines] == [
+        {"step": 1, "loss": None}, {"step": 2, "expert": "high", "loss": None, "grad_norm": None, "gib": 1.5}
+    ]  # fmt: skip
+    assert "gradient norm" in drawn(tmp_path)
+
+
 def test_command(tmp_path):
     runs = [write(tmp_path / "a", training_rows(3)), write(tmp_path / "b", grpo_rows())]
     script = Path(plot.__file__)
