@@ -320,13 +320,17 @@ def checkpoint_to_resume(out_dir, resume):
 
 
 def check_same_config(checkpoint, saved, current, may_change):
-    """UserError naming the settings in which a checkpoint's config differs from the current one."""
+    """UserError naming the settings in which a checkpoint's config differs from the current one.
+
+    -> those that differ and may, for the user to see: "fps 8 -> 9, num_val_videos 2 -> 0", or "nothing".
+    """
     current = json.loads(json.dumps(current))  # as saved: tuples are lists there
-    differing = [name for name in sorted(saved.keys() | current.keys())
-                 if name not in may_change and saved.get(name) != current.get(name)]  # fmt: skip
-    if differing:
-        listed = ", ".join(f"{name} {saved.get(name)!r} -> {current.get(name)!r}" for name in differing)
-        raise UserError(f"{checkpoint} was made with another config ({listed}): use another out_dir or the old values")
+    changes = {name: f"{name} {saved.get(name)!r} -> {current.get(name)!r}"
+               for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)}  # fmt: skip
+    refused = ", ".join(change for name, change in changes.items() if name not in may_change)
+    if refused:
+        raise UserError(f"{checkpoint} was made with another config ({refused}): use another out_dir or the old values")
+    return ", ".join(changes.values()) or "nothing"
 
 
 @contextmanager

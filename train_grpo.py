@@ -211,7 +211,7 @@ with fsdp.all_ranks_agree():
     checkpoint = fsdp.checkpoint_to_resume(out_dir, resume)
     meta = fsdp.read_meta(checkpoint) if checkpoint else None
     if meta:
-        fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
+        changed = fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
 
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
@@ -300,6 +300,7 @@ if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(checkpoint)))
     start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
+    say(f"changed    {changed}")
     if start_iteration >= max_iterations:
         say(f"done       {start_iteration} of {max_iterations} iterations; a larger max_iterations goes on")
 if sum(p.numel() for p in parameters.values()) != num_trained:

@@ -145,7 +145,7 @@ with fsdp.all_ranks_agree():
     checkpoint = None if dry_run else fsdp.checkpoint_to_resume(out_dir, resume)
     meta = fsdp.read_meta(checkpoint) if checkpoint else None
     if meta:
-        fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
+        changed = fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
         if meta["global_batch"] != global_batch:
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
                             "keep ranks x batch_size x grad_accum")  # fmt: skip
@@ -237,6 +237,7 @@ if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, saved))
     start_step, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
+    say(f"changed    {changed}")
     if start_step >= max_steps:
         say(f"done       {start_step} of {max_steps} steps; a larger max_steps goes on")
 if is_main:

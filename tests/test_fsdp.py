@@ -368,7 +368,8 @@ def test_keep_last_and_the_order_of_checkpoints(tmp_path):
 
 def test_settings_that_differ_are_named():
     saved = {"lr": 1e-3, "seed": 0, "fps": 8, "gone": 1}
-    fsdp.check_same_config("ckpt", saved, saved | {"fps": 9}, {"fps"})
+    assert fsdp.check_same_config("ckpt", saved, dict(saved), {"fps"}) == "nothing"
+    assert fsdp.check_same_config("ckpt", saved, saved | {"fps": 9}, {"fps"}) == "fps 8 -> 9"
     with pytest.raises(UserError) as caught:
         fsdp.check_same_config("ckpt", saved, {"lr": 2e-3, "seed": 0, "fps": 9, "new": "a"}, {"fps"})
     assert "(gone 1 -> None, lr 0.001 -> 0.002, new None -> 'a')" in str(caught.value)
