@@ -30,7 +30,6 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-import encoders
 import model as wan_model
 import rollout
 import sglang_server
@@ -53,18 +52,23 @@ class Answer:
     seconds: float  # in the server
 
 
+def urls_of(settings):
+    """The servers that the user started."""
+    return [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
+
+
 def check_settings(settings, wan):
     """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
     if settings["sglang_launch"] == bool(settings["sglang_urls"]):
         raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,..., got "
                         + ("both" if settings["sglang_launch"] else "neither"))  # fmt: skip
-    for url in filter(None, settings["sglang_urls"].split(",")):
-        if not url.strip().startswith(("http://", "https://")):
-            raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated")
-    if wan.model.startswith("random:"):
-        raise UserError(f"model={wan.model}: SGLang's servers want a diffusers folder or hub id")
-    if (name := encoders.vae_config(wan.model)["_class_name"]) != "AutoencoderKLWan":
-        raise UserError(f"model={wan.model}: its VAE is {name}, SGLang's servers know AutoencoderKLWan only")
+    urls = urls_of(settings)
+    for url in urls:
+        if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
+            raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated, each once")
+    sglang_server.check_model(wan.model)
+    if wan.boundary_ratio and not math.isclose(round(1000 * wan.boundary_ratio), 1000 * wan.boundary_ratio):
+        raise UserError(f"boundary_ratio={wan.boundary_ratio}: SGLang routes by whole timesteps; want three decimals")
     if not settings["lora_rank"]:
         raise UserError("lora_rank=0: the servers are given LoRA adapters; want a lora_rank of 1 or more")
     if settings["law"] not in SDE_TYPES:
@@ -90,12 +94,12 @@ def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_s
     stopping: () -> whether the run was asked to stop. The caller's ranks agree on the outcome (fsdp.all_ranks_agree).
     """
     example = prompts.prompts[0], png_url(prompts, 0)
-    urls = [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
+    urls = urls_of(settings)
     sampling = {name: settings[name] for name in ("law", "noise_level", "height", "width", "num_frames")}
     client = SGLangClient(wan, latent_shape, sampling | {"sigmas": sigmas}, guidance, settings["negative_prompt"],
                           device.type, urls, responsible=urls[rank::world_size], rank=rank,
                           concurrency=settings["sglang_concurrency"], timeout=settings["sglang_timeout"],
-                          retries=settings["sglang_retries"])  # fmt: skip
+                          retries=settings["sglang_retries"], colocated=settings["sglang_colocated"])  # fmt: skip
     for url in client.responsible:
         client.check(url, *example)
     if settings["sglang_launch"]:
@@ -152,7 +156,7 @@ def post(url, body, timeout):
         with sglang_server.HTTP.open(request, timeout=timeout) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
-        reason = f"{url} answered {error.code}: {error.read()[:300].decode(errors='replace')}"
+        reason = f"{url} answered {error.code}: {sglang_server.body_of(error)[:300].decode(errors='replace')}"
         if error.code < 500:
             raise UserError(reason) from None
         raise ServerError(reason, gone="restart the server" in reason) from None  # its worker is
@@ -218,11 +222,12 @@ class SGLangClient:
     """
 
     def __init__(self, wan, latent_shape, sampling, guidance, negative_prompt, device_type, urls=(), url_file="",
-                 responsible=None, rank=0, concurrency=4, timeout=300.0, retries=2):  # fmt: skip
+                 responsible=None, rank=0, concurrency=4, timeout=300.0, retries=2, colocated=False):  # fmt: skip
         self.wan, self.latent_shape, self.sampling, self.guidance = wan, latent_shape, sampling, guidance
         self.negative_prompt, self.device_type = negative_prompt, device_type
         self.urls, self.url_file, self.timeout, self.retries = list(urls), url_file, timeout, retries
         self.responsible = responsible  # list of urls, or True for the launched one
+        self.colocated = colocated  # on the trainer's GPUs: asleep while it trains
         self.shapes = linear_shapes(wan.config)
         self.down, self.turn, self.lock = {}, rank, threading.Lock()  # url -> why it isn't asked; round robin
         self.latest, self.version = None, 0  # what was synced last, which a restarted server gets first; syncs so far
@@ -492,7 +497,9 @@ class SGLangClient:
             raise UserError(f"{url}: serves {served}, want {ours}: start it with this run's --model")
         self.probe = prompt, image, 0, self.sampling["sigmas"]
         try:
-            post(f"{url}/v1/unmerge_lora_weights", {}, self.timeout)  # of a run before this one
+            if self.colocated:
+                post(f"{url}/resume_memory_occupation", {}, self.timeout)  # the run before may have left it asleep
+            post(f"{url}/v1/unmerge_lora_weights", {}, self.timeout)  # of that run
             self.untrained[url] = self.ask(url, *self.probe).latents
             if self.latest:  # started anew in the middle of a run
                 self.send(url)

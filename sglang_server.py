@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 
+import encoders
 import model as wan_model
 from configurator import UserError, configure
 
@@ -48,6 +49,7 @@ def free_port(port):
         try:
             for offset in (0, 1, 10, 20):
                 with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that just left: free
                     probe.bind(("127.0.0.1", first + offset))
             return first
         except OSError:
@@ -55,11 +57,18 @@ def free_port(port):
     raise UserError(f"port={port}: no free ones from there to {port + 2000}")
 
 
+def check_model(model):
+    """UserError for a model that SGLang's servers don't know."""
+    if model.startswith("random:"):
+        raise UserError(f"model={model}: SGLang's servers want a diffusers folder or hub id")
+    if (name := encoders.vae_config(model)["_class_name"]) != "AutoencoderKLWan":
+        raise UserError(f"model={model}: its VAE is {name}, SGLang's servers know AutoencoderKLWan only")
+
+
 def start(model, port, devices, dtype, shift, command, args, **popen):
     """Start a server process in a session of its own -> subprocess.Popen; it isn't ready yet. Raises UserError."""
     wan = wan_model.describe(model)
-    if model.startswith("random:"):
-        raise UserError(f"model={model}: an SGLang server wants a diffusers folder or hub id")
+    check_model(model)
     program = shlex.split(command)
     environment = {name: value for name, value in os.environ.items()
                    if not name.startswith(("TORCHELASTIC", "TORCH_NCCL"))
@@ -95,13 +104,21 @@ def end(process):
             pass
 
 
+def body_of(error):
+    """What an HTTPError says, or nothing where the connection broke."""
+    try:
+        return error.read()
+    except (OSError, http.client.HTTPException):
+        return b""
+
+
 def health(url):
     """-> "up"; "dead": its HTTP process answers that the worker behind it is gone; "away": nobody answers."""
     try:
         with HTTP.open(f"{url}/health", timeout=5):
             return "up"
     except urllib.error.HTTPError as error:
-        return "dead" if b"restart the server" in error.read() else "away"
+        return "dead" if b"restart the server" in body_of(error) else "away"
     except (OSError, http.client.HTTPException):
         return "away"
 
@@ -160,13 +177,14 @@ class LaunchedServer:
             if self.process.poll() is None and health(self.url) != "dead":
                 continue
             self.publish("")
-            code = self.process.poll()  # None: only its worker died
+            code = self.process.poll()
+            died = "SGLang server died (" + (f"code {code})" if code is not None else "its worker)")
             end(self.process)  # what it left running
             try:
                 if self.restarts == 0:
                     raise UserError(f"the SGLang server died once more than sglang_retries allows: {self.tail()}")
                 self.restarts -= 1
-                print(f"SGLang server died (code {code}): {self.tail()}; restarting it", file=sys.stderr, flush=True)
+                print(f"{died}: {self.tail()}; restarting it", file=sys.stderr, flush=True)
                 self.port += 50  # another URL, so that nobody takes it for the one before
                 self._start()
             except Exception as error:

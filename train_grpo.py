@@ -296,9 +296,11 @@ optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_de
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
 averaged = ema.shadow if ema else parameters  # what is evaluated and exported
 start_iteration = skipped_steps = 0
+saved_iteration = -1  # of the last checkpoint
 if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(checkpoint)))
     start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
+    saved_iteration = start_iteration
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
     say(f"changed    {changed}")
     if start_iteration >= max_iterations:
@@ -334,7 +336,8 @@ def end_phase(name, started, spent):
 def sample_here(iteration, window, videos, prompt_of, spent):
     """Some videos of an iteration by this process -> (rollout.Record without rewards, pixels b f 3 h w in 0..1)."""
     started = now()
-    condition, text, negative_text = conditions(train_prompts, prompt_of)
+    with saving(iteration), fsdp.all_ranks_agree():  # where an image is gone
+        condition, text, negative_text = conditions(train_prompts, prompt_of)
     # a video's noise, the first and each step's, comes from one generator of its own
     generators = [wan_rollout.seeded("cpu", seed, iteration, n) for n in videos]
     noise = torch.stack([torch.randn(latent_shape, generator=g) for g in generators]).to(device)
@@ -362,7 +365,7 @@ def roll_out(iteration, window, spent):
     starts = range(rank * videos_each, (rank + 1) * videos_each, rollout_batch)
     if server:  # all of them at once: it works on some while others are scored here
         measured = drift_due(iteration)  # in this rank's first batch
-        with fsdp.all_ranks_agree():
+        with saving(iteration), fsdp.all_ranks_agree():
             asked = {n: server.submit(train_prompts, prompt_indices[n // group_size],
                                       wan_rollout.seed_of(seed, iteration, n), sigmas, window,
                                       measured and n < starts.start + rollout_batch)
@@ -605,7 +608,11 @@ def due(interval, iteration):
 
 
 def save(iteration):
-    """A checkpoint to resume from and, with LoRA, the (averaged) adapters for other tools."""
+    """A checkpoint to resume from and, with LoRA, the (averaged) adapters for other tools; once an iteration."""
+    global saved_iteration
+    if iteration == saved_iteration:
+        return  # nothing was trained since
+    saved_iteration = iteration
     state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=config)
     fsdp.save_checkpoint(out_dir, iteration, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
@@ -637,7 +644,8 @@ for iteration in range(start_iteration, max_iterations):
         save(iteration)  # nothing has been trained on this iteration's videos yet
         say(f"stopped: {stop.name}; the same command resumes")
         break
-    release_servers()
+    with saving(iteration):
+        release_servers()
     started = now()
     drift = rescore(records) if recompute_log_prob else {}
     if server and drift:

@@ -607,6 +607,24 @@ def test_a_reward_that_fails_later_loses_nothing(world, train, tmp_path, monkeyp
     assert [row["step"] for row in train_rows(out)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("save_interval", [0, 1])
+def test_an_image_that_goes_away_loses_nothing_and_a_checkpoint_is_written_once(
+    world, train, tmp_path, monkeypatch, save_interval
+):
+    out, image, saved, save = tmp_path / "out", prompts.Prompts.image, [], fsdp.save_checkpoint
+
+    def gone(self, index):
+        if train_rows(out):
+            raise UserError("red.png: can't be read")
+        return image(self, index)
+
+    monkeypatch.setattr(prompts.Prompts, "image", gone)
+    monkeypatch.setattr(fsdp, "save_checkpoint", lambda *args: saved.append(args[1]) or save(*args))
+    settings = QUICK | dict(out_dir=out, max_iterations=3, save_interval=save_interval)
+    assert refusal("train_grpo.py", **paths(world), **settings) == "error: red.png: can't be read"
+    assert saved == [1] and [path[-6:] for path in fsdp.checkpoints(out)] == ["000001"]
+
+
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
 def test_every_step_has_its_reference_where_the_kl_is_trained(train, kl_beta):
     records = train(kl_beta=kl_beta, max_iterations=1)[0]["records"]

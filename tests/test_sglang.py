@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -335,6 +336,15 @@ def test_memory_is_released_by_the_responsible_rank(world, fakes):
         client.memory("release")
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_server_left_asleep_is_woken(world, fakes, colocated):
+    client, lines = make_client(world, urls=[fakes[0].url], responsible=[fakes[0].url], colocated=colocated)
+    client.check(fakes[0].url, lines.prompts[0], sglang_client.png_url(lines, 0))
+    paths = [path for path, _ in fakes[0].bodies]
+    woken = ["/resume_memory_occupation"] if colocated else []
+    assert paths == [*woken, "/v1/unmerge_lora_weights", "/rollout/generate"]
+
+
 def test_a_sync_that_changes_nothing_is_noticed(world, fakes):
     client, lines = make_client(world, urls=[fakes[0].url], responsible=[fakes[0].url])
     client.check(fakes[0].url, lines.prompts[0], sglang_client.png_url(lines, 0))
@@ -357,6 +367,8 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
         (here | dict(sglang_launch=True), "sglang_urls=http://host:port,..., got both"),
         (here | dict(lora_sync_dir="/nowhere"), "lora_sync_dir=/nowhere: no such folder"),
         (dict(sglang_urls="127.0.0.1:30000"), "sglang_urls=127.0.0.1:30000: want http://host:port"),
+        (dict(sglang_urls="http://a:1,http://b:1, http://a:1/"), "sglang_urls=http://a:1: want http://host:port"),
+        (here | dict(model=world / "i2v", boundary_ratio=0.8755), "boundary_ratio=0.8755: SGLang routes by whole"),
         (here | dict(model="random:ti2v-5b:2"), "model=random:ti2v-5b:2: SGLang's servers want a diffusers folder"),
         (here | dict(model=world / "dct"), f"model={world}/dct: its VAE is AutoencoderDCT, SGLang's servers know"),
         (here | dict(lora_rank=0), "lora_rank=0: the servers are given LoRA adapters"),
@@ -383,6 +395,9 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
 def test_ports_in_use_are_passed_over():
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as taken:
         assert sglang_server.free_port(taken.server_port - 10) >= taken.server_port + 40  # its port + 10 is taken
+        with socket.create_connection(taken.server_address), taken.socket.accept()[0]:
+            pass
+    assert sglang_server.free_port(taken.server_port) == taken.server_port  # a connection of it may still be closing
 
 
 def test_what_the_shim_cannot_patch_it_says(tmp_path):
