@@ -178,13 +178,13 @@ class LaunchedServer:
                 continue
             self.publish("")
             code = self.process.poll()
-            died = "SGLang server died (" + (f"code {code})" if code is not None else "its worker)")
+            cause = "its worker" if code is None else f"code {code}"
             end(self.process)  # what it left running
             try:
                 if self.restarts == 0:
                     raise UserError(f"the SGLang server died once more than sglang_retries allows: {self.tail()}")
                 self.restarts -= 1
-                print(f"{died}: {self.tail()}; restarting it", file=sys.stderr, flush=True)
+                print(f"SGLang server died ({cause}): {self.tail()}; restarting it", file=sys.stderr, flush=True)
                 self.port += 50  # another URL, so that nobody takes it for the one before
                 self._start()
             except Exception as error:

@@ -296,11 +296,10 @@ optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_de
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
 averaged = ema.shadow if ema else parameters  # what is evaluated and exported
 start_iteration = skipped_steps = 0
-saved_iteration = -1  # of the last checkpoint
+saved_iteration = meta["step"] if meta else -1  # of the last checkpoint
 if checkpoint:
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(checkpoint)))
     start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
-    saved_iteration = start_iteration
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
     say(f"changed    {changed}")
     if start_iteration >= max_iterations:
