@@ -319,21 +319,28 @@ def test_ema_is_its_formula_and_leaves_no_trace():
     assert not torch.equal(ema.shadow["x"], parameter)
 
 
-def test_attention_is_kept_and_all_else_recomputed():
-    wan = shard(small_wan("full"), None, "selective")
-    counts = {"attention": 0, "linear": 0}
+def test_self_attention_and_its_projection_are_kept_and_all_else_recomputed():
+    def run_in_backward(checkpointing):
+        """How many attentions and linears the backward of two blocks runs."""
+        wan = shard(small_wan("full"), None, checkpointing)
+        counts = {"attention": 0, "linear": 0}
 
-    class Counter(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            counts["attention"] += op in fsdp.ATTENTION_OPS
-            counts["linear"] += op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-            return op(*args, **(kwargs or {}))
+        class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+                counts["attention"] += op in fsdp.ATTENTION_OPS
+                counts["linear"] += op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+                return op(*args, **(kwargs or {}))
 
-    loss = losses(wan, "low", [0]).mean()
-    with Counter():
-        loss.backward()
-    assert counts["attention"] == 0  # full checkpointing would run 2 layers x 2 attentions again
-    assert counts["linear"] > 0
+        loss = losses(wan, "low", [0]).mean()
+        with Counter():
+            loss.backward()
+        return counts
+
+    nothing, everything, some = (run_in_backward(name) for name in ("none", "full", "selective"))
+    assert nothing["attention"] == 0 and everything["attention"] == 2 * 2  # two blocks, self- and cross-attention
+    assert some["attention"] == 2  # cross-attention's
+    assert some["linear"] == everything["linear"] - 2  # attn1.to_out of each block
+    assert everything["linear"] > nothing["linear"] + 2 * 8
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
