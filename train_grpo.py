@@ -30,12 +30,13 @@ from tqdm import tqdm
 
 import encoders
 import fsdp
+import grpo_checks
 import model as wan_model
 import reward
 import rollout as wan_rollout
 import sglang_client
 import validate
-from configurator import UserError, check_values, configure, save_config
+from configurator import UserError, configure, save_config
 from data import check_sizes
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
@@ -158,38 +159,7 @@ def prompts_of(iteration):
 
 
 with fsdp.all_ranks_agree():
-    check_values(config, at_least=dict(
-        group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1, num_minibatches=1,
-        num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2, num_eval_videos=0, max_text_tokens=1,
-        max_iterations=1, ema_interval=1, max_bad_steps=1, dp_replicate=1, eval_interval=0, save_interval=0,
-        keep_last=0, warmup_iterations=0, guidance_scale=0, guidance_scale_2=0,
-        lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0,
-        sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1,
-    ), one_of=dict(
-        dtype=("float32", "bfloat16"), vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
-        checkpointing=("none", "full", "selective"), law=wan_rollout.LAWS, lora_sync=("tensor", "disk"),
-    ))  # fmt: skip
-    if ema_decay >= 1:
-        raise UserError(f"ema_decay={ema_decay}: want below 1; 0 switches it off")
-    for name in ("clip_range", "grad_clip", "advantage_clip", "reward_timeout"):
-        if config[name] <= 0:
-            raise UserError(f"{name}={config[name]}: want more than 0")
-    if noise_level <= 0 or (law == "cps" and noise_level > 1):
-        raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7, and cps at most 1")
-    last = num_steps - (law == "cps")  # cps draws nothing in the last step
-    if not (len(sde_window) == 2 and 0 <= sde_window[0] and sde_window[0] + num_sde_steps <= sde_window[1] <= last):
-        raise UserError(f"sde_window={sde_window}: want (lo, hi), lo >= 0, hi <= {last}, "
-                        f"at least num_sde_steps={num_sde_steps} apart")  # fmt: skip
-    if num_videos % (world_size * rollout_batch):
-        fits = "" if num_videos % world_size else f", e.g. rollout_batch={math.gcd(videos_each, rollout_batch)}"
-        raise UserError(f"prompts_per_iteration x group_size = {num_videos} videos: want a multiple of {world_size} "
-                        f"ranks x rollout_batch={rollout_batch}{fits}")  # fmt: skip
-    num_pairs = videos_each // rollout_batch * num_sde_steps
-    if num_minibatches > num_pairs:
-        raise UserError(f"num_minibatches={num_minibatches}: want at most {num_pairs}, a rank's batches of "
-                        "rollout_batch videos x num_sde_steps")  # fmt: skip
-    if ratio_norm and law == "cps":
-        raise UserError("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
+    grpo_checks.check_settings(config, world_size)
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
     if rollout == "sglang":
@@ -515,43 +485,16 @@ def rescore(records):
     return dict(zip(row, fsdp.reduce_max(list(row.values())), strict=True))
 
 
-def check_first_ratio(records, sampler_drift):
-    """The policy that drew a rollout and the one about to be trained must be the same: drift of the ratio a step."""
-    record = records[0]
-    drift = [((score(wan, record, t)[2] - t.log_prob.to(device)).exp() - 1).abs().max().item()
-             for t in record.transitions]  # fmt: skip
-    drift = fsdp.reduce_max(drift)
+def self_check(record, drift):
+    """Before the first update of a run: do the rollout's policy, the trainer's and the reference fit together?"""
     say(f"self-check {prompts_per_iteration} different prompts, whole groups of {group_size}"
         + (", the given frame unchanged" if wan.kind == "ti2v" else ""))  # fmt: skip
-    say("self-check ratio of the first update: 1 +- "
-        + ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(drift, record.transitions, strict=True))
-        + f"; clip_range {clip_range:g}"
-        + (f"; by the sampler's own log-probs it would be 1 +- {sampler_drift['drift/ratio']:.1e}"
-           if sampler_drift else ""))  # fmt: skip
-    if not max(drift) <= clip_range:
-        raise UserError(f"before any update the trainer's ratios differ from 1 by {max(drift):.1e}, more than "
-                        f"clip_range={clip_range:g}: set " + ("a larger one" if recompute_log_prob else
-                        "recompute_log_prob=True") + ", or dtype=float32")  # fmt: skip
-
-
-def check_reference(record):
-    """The reference is the policy before training: the same output while nothing was trained, another one after."""
-    expert = wan_model.route(wan.boundary_ratio, sigmas[record.transitions[0].step].view(1))
-    ours = {name: value for name, value in before_training.items() if name.startswith(f"{expert}.")}
-    moved = [fsdp.full_tensor((parameters[name].detach() - (0.0 if value is None else value)).abs().sum()).item()
-             for name, value in ours.items()]  # fmt: skip
-    trained_before = sum(moved) > 0  # this expert, which may never have been in a window yet
-    nudged = {} if trained_before else {name: torch.full_like(parameters[name].detach(), 0.01)
-                                        for name in ours if ".lora_B." in name}  # fmt: skip
-    mean = score(wan, record, record.transitions[0])[0].detach()
-    with fsdp.swapped_in(parameters, nudged):  # so that there is something to switch off
-        nudge = (score(wan, record, record.transitions[0])[0].detach() - mean).abs().max().item()
-        with fsdp.swapped_in(parameters, before_training):
-            difference = (score(wan, record, record.transitions[0])[0].detach() - mean).abs().max().item()
-    difference, nudge = fsdp.reduce_max([difference, nudge])
-    say(f"self-check reference against policy: {difference:.1e}, want {'more than 0' if trained_before else '0'}")
-    if (difference > 0) != trained_before or not (trained_before or nudge > 0):
-        raise RuntimeError("the reference isn't the policy before training")
+    say(grpo_checks.check_first_ratio(lambda t: score(wan, record, t)[2], record.transitions, clip_range, drift))
+    if lora_rank:
+        step = record.transitions[0]
+        expert = wan_model.route(wan.boundary_ratio, sigmas[step.step].view(1))
+        ours = {name: value for name, value in before_training.items() if name.startswith(f"{expert}.")}
+        say(grpo_checks.check_reference(lambda: score(wan, record, step)[0].detach(), parameters, ours))
 
 
 # ----------------------------------------------------------------------------- evaluate, save
@@ -652,9 +595,7 @@ for iteration in range(start_iteration, max_iterations):
             for line in sglang_client.check_drift(drift, wan, guidance, clip_range):
                 say(line)
     if iteration == start_iteration:
-        check_first_ratio(records, drift)
-        if lora_rank:
-            check_reference(records[0])
+        self_check(records[0], drift)
     pairs = [(record, t) for record in records for t in record.transitions]
     score_reference(pairs)
     started = end_phase("score", started, spent)

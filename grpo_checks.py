@@ -1,0 +1,90 @@
+"""What train_grpo.py checks: its settings before anything is loaded, itself before the first update."""
+
+import math
+
+import torch
+
+import fsdp
+import rollout
+from configurator import UserError, check_values
+
+
+def check_settings(config, world_size):
+    """UserError for settings that can't work on so many ranks, whatever the model."""
+    check_values(config, at_least=dict(
+        group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1, num_minibatches=1,
+        num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2, num_eval_videos=0, max_text_tokens=1,
+        max_iterations=1, ema_interval=1, max_bad_steps=1, dp_replicate=1, eval_interval=0, save_interval=0,
+        keep_last=0, warmup_iterations=0, guidance_scale=0, guidance_scale_2=0,
+        lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0,
+        sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1,
+    ), one_of=dict(
+        dtype=("float32", "bfloat16"), vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
+        checkpointing=("none", "full", "selective"), law=rollout.LAWS, lora_sync=("tensor", "disk"),
+    ))  # fmt: skip
+    if config["ema_decay"] >= 1:
+        raise UserError(f"ema_decay={config['ema_decay']}: want below 1; 0 switches it off")
+    for name in ("clip_range", "grad_clip", "advantage_clip", "reward_timeout"):
+        if config[name] <= 0:
+            raise UserError(f"{name}={config[name]}: want more than 0")
+
+    law, noise_level, window = config["law"], config["noise_level"], config["sde_window"]
+    if noise_level <= 0 or (law == "cps" and noise_level > 1):
+        raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7, and cps at most 1")
+    last = config["num_steps"] - (law == "cps")  # cps draws nothing in the last step
+    if not (len(window) == 2 and 0 <= window[0] and window[0] + config["num_sde_steps"] <= window[1] <= last):
+        raise UserError(f"sde_window={window}: want (lo, hi), lo >= 0, hi <= {last}, "
+                        f"at least num_sde_steps={config['num_sde_steps']} apart")  # fmt: skip
+    if config["ratio_norm"] and law == "cps":
+        raise UserError("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
+
+    num_videos, batch = config["prompts_per_iteration"] * config["group_size"], config["rollout_batch"]
+    if num_videos % (world_size * batch):
+        fits = "" if num_videos % world_size else f", e.g. rollout_batch={math.gcd(num_videos // world_size, batch)}"
+        raise UserError(f"prompts_per_iteration x group_size = {num_videos} videos: want a multiple of {world_size} "
+                        f"ranks x rollout_batch={batch}{fits}")  # fmt: skip
+    num_pairs = num_videos // world_size // batch * config["num_sde_steps"]
+    if config["num_minibatches"] > num_pairs:
+        raise UserError(f"num_minibatches={config['num_minibatches']}: want at most {num_pairs}, a rank's batches of "
+                        "rollout_batch videos x num_sde_steps")  # fmt: skip
+
+
+def check_first_ratio(log_prob_of, transitions, clip_range, sampler_drift):
+    """The policy that drew a rollout and the one about to be trained must be the same -> a line that tells so.
+
+    log_prob_of: Transition -> its log-prob b under the trainer's policy. sampler_drift: {} where the stored log-probs
+    are the sampler's own, else train_grpo.rescore's. UserError if a ratio is more than clip_range off 1. Collective.
+    """
+    off = fsdp.reduce_max([((log_prob_of(t).cpu() - t.log_prob).exp() - 1).abs().max().item() for t in transitions])
+    if not max(off) <= clip_range:
+        remedy = "a larger one" if sampler_drift else "recompute_log_prob=True"
+        raise UserError(f"before any update the trainer's ratios differ from 1 by {max(off):.1e}, more than "
+                        f"clip_range={clip_range:g}: set {remedy}, or dtype=float32")  # fmt: skip
+    steps = ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(off, transitions, strict=True))
+    line = f"self-check ratio of the first update: 1 +- {steps}; clip_range {clip_range:g}"
+    if sampler_drift:
+        line += f"; by the sampler's own log-probs it would be 1 +- {sampler_drift['drift/ratio']:.1e}"
+    return line
+
+
+def check_reference(mean_of, parameters, before_training):
+    """The reference is the policy before training -> a line that tells so.
+
+    The same output while nothing was trained, another one after. mean_of: () -> the mean of a stored step under the
+    policy with its parameters as they are then; before_training: of that step's expert {name: value before training, or
+    None for 0}. RuntimeError if it isn't so. Collective.
+    """
+    moved = [fsdp.full_tensor((parameters[name].detach() - (0.0 if value is None else value)).abs().sum()).item()
+             for name, value in before_training.items()]  # fmt: skip
+    trained_before = sum(moved) > 0  # this expert, which may never have been in a window yet
+    nudged = {} if trained_before else {name: torch.full_like(parameters[name].detach(), 0.01)
+                                        for name in before_training if ".lora_B." in name}  # fmt: skip
+    mean = mean_of()
+    with fsdp.swapped_in(parameters, nudged):  # so that there is something to switch off
+        nudge = (mean_of() - mean).abs().max().item()
+        with fsdp.swapped_in(parameters, before_training):
+            difference = (mean_of() - mean).abs().max().item()
+    difference, nudge = fsdp.reduce_max([difference, nudge])
+    if (difference > 0) != trained_before or not (trained_before or nudge > 0):
+        raise RuntimeError("the reference isn't the policy before training")
+    return f"self-check reference against policy: {difference:.1e}, want {'more than 0' if trained_before else '0'}"
