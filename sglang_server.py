@@ -10,6 +10,7 @@ it starts one by itself with the same function, restarts it when it dies, and en
 
 import http.client
 import os
+import re
 import shlex
 import signal
 import socket
@@ -168,7 +169,8 @@ class LaunchedServer:
         """The end of the log, for an error's one line."""
         with open(self.log_path, "rb") as log:
             log.seek(max(0, os.path.getsize(self.log_path) - 20_000))
-            lines = log.read().decode(errors="replace").splitlines()
+            lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read().decode(errors="replace")).splitlines()  # no colours
+        lines = [line for line in lines if line.strip() and "HTTP/1." not in line]  # nor requests that it answered
         telling = [line for line in lines if "rror" in line] or lines or ["nothing"]
         return f"{telling[-1].strip()[-300:]} (the rest is in {self.log_path})"
 

@@ -392,6 +392,19 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
                                               capture_output=True, text=True, timeout=120).stderr  # fmt: skip
 
 
+def test_a_dead_servers_log_is_quoted_without_colours_and_requests(tmp_path):
+    log = tmp_path / "node_0.log"
+    server = sglang_server.LaunchedServer.__new__(sglang_server.LaunchedServer)
+    server.log_path = str(log)
+    answered = '[2026-12-01 04:06:42] \033[32mINFO\033[0m:     127.0.0.1:60742 - "\033[1mGET /health HTTP/1.1" 200 OK'
+    log.write_text(f"\033[93m[12-01] loading\033[0;0m\n{answered}\n\n")
+    assert server.tail() == f"[12-01] loading (the rest is in {log})"
+    log.write_text(f"\033[31mValueError: no such tensor\033[0m\nlast words\n{answered}\n")
+    assert server.tail() == f"ValueError: no such tensor (the rest is in {log})"
+    log.write_text("")
+    assert server.tail() == f"nothing (the rest is in {log})"
+
+
 def test_ports_in_use_are_passed_over():
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as taken:
         assert sglang_server.free_port(taken.server_port - 10) >= taken.server_port + 40  # its port + 10 is taken
