@@ -16,7 +16,7 @@ def check_settings(config, world_size):
         num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2, num_eval_videos=0, max_text_tokens=1,
         max_iterations=1, ema_interval=1, max_bad_steps=1, dp_replicate=1, eval_interval=0, save_interval=0,
         keep_last=0, warmup_iterations=0, guidance_scale=0, guidance_scale_2=0,
-        lora_rank=0, lr=0, shift=0.01, kl_beta=0, ema_decay=0, seed=0,
+        lora_rank=0, lora_alpha=0, lr=0, weight_decay=0, shift=0.01, kl_beta=0, ema_decay=0, fps=1, seed=0,
         sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1,
     ), one_of=dict(
         dtype=("float32", "bfloat16"), vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
@@ -56,14 +56,14 @@ def check_first_ratio(log_prob_of, transitions, clip_range, sampler_drift):
     are the sampler's own, else train_grpo.rescore's. UserError if a ratio is more than clip_range off 1. Collective.
     """
     off = fsdp.reduce_max([((log_prob_of(t).cpu() - t.log_prob).exp() - 1).abs().max().item() for t in transitions])
-    if not max(off) <= clip_range:
-        remedy = "a larger one" if sampler_drift else "recompute_log_prob=True"
-        raise UserError(f"before any update the trainer's ratios differ from 1 by {max(off):.1e}, more than "
-                        f"clip_range={clip_range:g}: set {remedy}, or dtype=float32")  # fmt: skip
     steps = ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(off, transitions, strict=True))
     line = f"self-check ratio of the first update: 1 +- {steps}; clip_range {clip_range:g}"
     if sampler_drift:
         line += f"; by the sampler's own log-probs it would be 1 +- {sampler_drift['drift/ratio']:.1e}"
+    if not max(off) <= clip_range:
+        remedy = "a larger one" if sampler_drift else "recompute_log_prob=True"
+        raise UserError(f"before any update the trainer's ratios differ from 1 by {max(off):.1e}, more than "
+                        f"clip_range={clip_range:g}: set {remedy}, or dtype=float32 ({line})")  # fmt: skip
     return line
 
 
@@ -85,6 +85,7 @@ def check_reference(mean_of, parameters, before_training):
         with fsdp.swapped_in(parameters, before_training):
             difference = (mean_of() - mean).abs().max().item()
     difference, nudge = fsdp.reduce_max([difference, nudge])
+    line = f"self-check reference against policy: {difference:.1e}, want {'more than 0' if trained_before else '0'}"
     if (difference > 0) != trained_before or not (trained_before or nudge > 0):
-        raise RuntimeError("the reference isn't the policy before training")
-    return f"self-check reference against policy: {difference:.1e}, want {'more than 0' if trained_before else '0'}"
+        raise RuntimeError(f"the reference isn't the policy before training: {line}; a nudge moves it by {nudge:.1e}")
+    return line

@@ -218,15 +218,17 @@ def step_flops(config, tokens, lora, text_tokens=512):
     return linear * (2 if lora else 3) + attention * 3
 
 
-def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, lora_targets, checkpointing):
+def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, lora_targets, checkpointing, ema,
+                    reference=False):  # fmt: skip
     """Rough GiB a GPU of a training step, before anything is loaded -> {"weights", "state", "activations"}.
 
-    tokens: of one micro-batch. Activations: bytes a token, layer and unit of width, measured on an H200 in bf16
-    (none 52, full 3.8, selective 6.9), twice that in float32.
+    tokens: of one micro-batch. ema: with a moving average of what is trained; reference: with frozen copies beside.
+    Activations: bytes a token, layer and unit of width, measured on an H200 in bf16 (none 52, full 3.8, selective
+    6.9), twice that in float32.
     """
     dim, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
     parameters = count_parameters(config)
-    bytes_each = 4 if dtype == torch.float32 or not lora_rank else 2
+    bytes_each = (dtype.itemsize if lora_rank else 4) + dtype.itemsize * reference
     trainable = parameters
     if lora_rank:
         sizes = {"to_q": 4 * dim, "to_k": 4 * dim, "to_v": 4 * dim, "to_out.0": 4 * dim,  # two attentions, in + out
@@ -235,7 +237,7 @@ def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, l
     activations = dict(none=52, full=3.8, selective=6.9)[checkpointing] * tokens * layers * dim * (dtype.itemsize / 2)
     return {
         "weights": num_experts * parameters * bytes_each / num_shards / 2**30,
-        "state": num_experts * trainable * 12 / num_shards / 2**30,  # gradient and AdamW's two moments
+        "state": num_experts * trainable * (12 + 4 * ema) / num_shards / 2**30,  # gradient, AdamW's two moments, EMA
         "activations": activations / 2**30,
     }
 

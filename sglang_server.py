@@ -144,6 +144,7 @@ class LaunchedServer:
     def _start(self):
         self.port = free_port(self.port)
         with open(self.log_path, "ab") as log:
+            self.log_start = log.tell()  # after what a server before it said
             self.process = start(port=self.port, **self.settings, stdout=log, stderr=log)
         self.url, until = f"http://127.0.0.1:{self.port}", time.time() + self.timeout
         try:
@@ -168,10 +169,11 @@ class LaunchedServer:
     def tail(self):
         """The end of the log, for an error's one line."""
         with open(self.log_path, "rb") as log:
-            log.seek(max(0, os.path.getsize(self.log_path) - 20_000))
-            lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read().decode(errors="replace")).splitlines()  # no colours
-        lines = [line for line in lines if line.strip() and "HTTP/1." not in line]  # nor requests that it answered
-        telling = [line for line in lines if "rror" in line] or lines or ["nothing"]
+            log.seek(max(self.log_start, os.path.getsize(self.log_path) - 2_000_000))
+            text = re.sub(r"\x1b\[[0-9;]*m", "", log.read().decode(errors="replace"))  # colours
+        answered = r'"[A-Z]+ \S+ HTTP/[\d.]+" \d'
+        lines = [line for line in text.splitlines() if line.strip() and not re.search(answered, line)]
+        telling = [line for line in lines if re.search(r"Error\b|ERROR", line)] or lines or ["nothing"]
         return f"{telling[-1].strip()[-300:]} (the rest is in {self.log_path})"
 
     def _watch(self):

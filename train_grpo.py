@@ -94,7 +94,7 @@ lora_sync_dir = "/dev/shm"  # for "disk"
 drift_interval = 50  # iterations between comparisons of the server's velocity with the trainer's
 # optimisation
 lora_rank = 16  # 0: full fine-tuning
-lora_alpha = 32.0  # scale alpha / rank
+lora_alpha = 32.0  # scale alpha / rank; 0: the rank (scale 1)
 lora_targets = "to_q,to_k,to_v,to_out.0,ffn.net.0.proj,ffn.net.2"  # linears by the end of their names
 max_iterations = 150  # rollouts
 num_inner_epochs = 1  # passes over a rollout
@@ -191,9 +191,11 @@ latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], w
 say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {wan_model.count_parameters(wan.config):,} parameters, "
     f"boundary {wan.boundary_ratio}, guidance {guidance_scale:g} (high) "
     f"{guidance['guidance_scale_2']:g} (low)")  # fmt: skip
+num_passes = 1 if guidance_scale == 1 and guidance["guidance_scale_2"] == 1 else 2
 estimate = wan_model.estimate_memory(
-    wan.config, wan_model.num_tokens(latent_shape) * rollout_batch * (1 + (guidance_scale != 1)), len(wan.expert_names),
-    world_size // dp_replicate, wan.dtype, lora_rank, lora_targets, checkpointing)  # fmt: skip
+    wan.config, wan_model.num_tokens(latent_shape) * rollout_batch * num_passes, len(wan.expert_names),
+    world_size // dp_replicate, wan.dtype, lora_rank, lora_targets, checkpointing, ema_decay > 0,
+    reference=kl_beta > 0 and not lora_rank)  # fmt: skip
 say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU in training, without VAE and rewards: weights "
     f"{estimate['weights']:.1f}, trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")
 if device.type == "cuda" and sum(estimate.values()) > torch.cuda.get_device_properties(device).total_memory / 2**30:
@@ -408,7 +410,7 @@ def from_all_ranks(records, name):
 
 
 def score(policy, record, transition):
-    """Mean b c f h w, std and log-prob b of a stored transition under a policy: the function that drew it, again."""
+    """Mean b c f h w, std, log-prob b and gen_mask of a stored transition under a policy: the function that drew it."""
     to = lambda x: x.to(device) if x is not None else None  # noqa: E731
     condition, latents, k = to(record.condition), to(transition.latents), transition.step
     v = wan_rollout.guided_velocity(policy, latents, sigmas[k].expand(len(latents)), condition, to(record.text),

@@ -118,10 +118,12 @@ with fsdp.all_ranks_agree():
     check_values(config, at_least=dict(
         batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1, num_val_windows=1,
         num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
-        save_interval=0, keep_last=0, lora_rank=0, warmup_steps=0, lr=0, shift=0.01, text_dropout=0, ema_decay=0,
-        seed=0), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
-    if ema_decay >= 1 or text_dropout > 1:
-        raise UserError(f"ema_decay={ema_decay}, text_dropout={text_dropout}: want below 1, and at most 1")
+        save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
+        shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0,
+    ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
+    if ema_decay >= 1 or beta2 >= 1 or text_dropout > 1 or grad_clip <= 0:
+        raise UserError(f"ema_decay={ema_decay}, beta2={beta2}, text_dropout={text_dropout}, grad_clip={grad_clip}: "
+                        "want below 1, below 1, at most 1 and more than 0")  # fmt: skip
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
     if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):
@@ -168,7 +170,7 @@ for demo, frames in demos.skipped:
 say(f"cost       {flops / 1e12:,.2f} TFLOP a step and rank without recomputation")
 estimate = wan_model.estimate_memory(
     wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, wan.dtype, lora_rank,
-    lora_targets, checkpointing)  # fmt: skip
+    lora_targets, checkpointing, ema_decay > 0)  # fmt: skip
 say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU: weights {estimate['weights']:.1f}, "
     f"trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")  # fmt: skip
 have = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else math.inf

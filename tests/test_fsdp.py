@@ -11,12 +11,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.nn.attention import SDPBackend
 
 import configurator
@@ -341,6 +346,52 @@ def test_self_attention_and_its_projection_are_kept_and_all_else_recomputed():
     assert some["attention"] == 2  # cross-attention's
     assert some["linear"] == everything["linear"] - 2  # attn1.to_out of each block
     assert everything["linear"] > nothing["linear"] + 2 * 8
+
+
+@pytest.mark.parametrize("method, dtype", [("lora", torch.bfloat16), ("full", torch.float32)])
+def test_a_compiled_block_keeps_the_same(method, dtype):
+    def op_of(node):
+        """What a node runs: an attention that will be run again is wrapped with the state of the random generator."""
+        return next((x for x in node.args[:2] if isinstance(x, torch._ops.OpOverload)), node.target)
+
+    def graphs(checkpointing):
+        """-> forward's and backward's ops, the nodes that backward is handed beside inputs, loss and gradients."""
+        ops, handed = {"forward": [], "backward": []}, []
+
+        def compiler(part, graph, _):
+            ops[part] += map(op_of, graph.graph.nodes)
+            if part == "forward":
+                handed.extend(graph.graph.output_node().args[0][1:])
+            return make_boxed_func(graph.forward)
+
+        torch._dynamo.reset()
+        wan = small_wan(method, dtype)
+        transformer = wan.experts["low"]
+        del transformer.blocks[1:]
+        fsdp.wrap_blocks(transformer, checkpointing, compile_blocks=False)
+        backend = aot_autograd(fw_compiler=partial(compiler, "forward"), bw_compiler=partial(compiler, "backward"),
+                               partition_fn=min_cut_rematerialization_partition,  # inductor's
+                               decompositions=select_decomp_table())  # fmt: skip
+        transformer.blocks[0].compile(dynamic=False, backend=backend)
+        return *ops.values(), handed, *gradients(wan, "low", [0])
+
+    def count(ops, wanted):
+        return sum(op in wanted for op in ops)
+
+    plain_forward, plain_backward, _, plain_loss, plain_gradients = graphs("none")
+    _, full_backward, _, _, _ = graphs("full")
+    forward, backward, handed, loss, found = graphs("selective")
+    assert count(forward, fsdp.ATTENTION_OPS) == count(plain_forward, fsdp.ATTENTION_OPS) == 2
+    again = [count(ops, fsdp.ATTENTION_OPS) for ops in (plain_backward, full_backward, backward)]
+    assert again == [0, 2, 1]
+    assert count(backward, fsdp.LINEAR_OPS) == count(full_backward, fsdp.LINEAR_OPS) - 1
+    assert sum(node.target in fsdp.LINEAR_OPS for node in handed) == 1
+    results = [node for node in handed if node.op == "call_function" and node.target not in fsdp.LINEAR_OPS]
+    assert [op_of(node.args[0]) in fsdp.ATTENTION_OPS for node in results].count(True) >= 2  # with its log-sum-exp
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert loss == pytest.approx(plain_loss, rel=tolerance)
+    for name, gradient in plain_gradients.items():
+        assert (found[name] - gradient).abs().max() <= tolerance * gradient.abs().max(), name
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints

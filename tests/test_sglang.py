@@ -395,13 +395,17 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
 def test_a_dead_servers_log_is_quoted_without_colours_and_requests(tmp_path):
     log = tmp_path / "node_0.log"
     server = sglang_server.LaunchedServer.__new__(sglang_server.LaunchedServer)
-    server.log_path = str(log)
+    server.log_path, server.log_start = str(log), 0
     answered = '[2026-12-01 04:06:42] \033[32mINFO\033[0m:     127.0.0.1:60742 - "\033[1mGET /health HTTP/1.1" 200 OK'
     log.write_text(f"\033[93m[12-01] loading\033[0;0m\n{answered}\n\n")
     assert server.tail() == f"[12-01] loading (the rest is in {log})"
     log.write_text(f"\033[31mValueError: no such tensor\033[0m\nlast words\n{answered}\n")
     assert server.tail() == f"ValueError: no such tensor (the rest is in {log})"
-    log.write_text("")
+    with open(log, "a") as file:  # a server that is asked for its health each second and then killed
+        server.log_start = log.stat().st_size  # another one since
+        file.write("0 errors so far\nOutOfMemoryError: boom\nKilled\n" + f"{answered}\n" * 600)
+    assert server.tail() == f"OutOfMemoryError: boom (the rest is in {log})"
+    server.log_start = log.stat().st_size
     assert server.tail() == f"nothing (the rest is in {log})"
 
 
