@@ -536,7 +536,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         (dict(dp_replicate=2), "dp_replicate=2: want a divisor of the 1 ranks"),
         (dict(boundary_ratio=1.5), "boundary_ratio=1.5: two experts want one between 0 and 1"),
         (dict(seed=-1), "seed=-1: want at least 0"),
-        (dict(ema_decay=1.0), "ema_decay=1.0"),
+        (dict(ema_decay=1.0), "ema_decay=1.0"), (dict(beta2=1.0), "beta2=1.0"), (dict(grad_clip=0.0), "grad_clip=0.0"),
+        (dict(weight_decay=-1.0), "weight_decay=-1.0: want at least 0"), (dict(fps=0), "fps=0: want at least 1"),
     ]:
         assert words in refusal("train_i2v_sft.py", **base | change), change
         assert not out_dir.exists()
