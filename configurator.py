@@ -11,6 +11,7 @@ later file over an earlier one. A key that the script does not have, or a value 
 
 import ast
 import difflib
+import fcntl
 import importlib.metadata
 import inspect
 import json
@@ -92,11 +93,33 @@ def save_config(out_dir, config):
     path = Path(out_dir, "config.json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _hold(out_dir)
         partial = path.with_suffix(".tmp")
         partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise UserError(f"out_dir={out_dir}: cannot write there ({error.strerror}), choose another folder") from error
+
+
+_held = []  # open files, locked until they are closed or this process ends
+
+
+def _hold(out_dir):
+    """Two runs in one folder, a job submitted twice, would write over each other: the second is refused."""
+    file = open(Path(out_dir, ".lock"), "a")  # noqa: SIM115
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f"out_dir={out_dir}: another run is writing there: end it, or choose another folder") from None
+    except OSError:
+        pass  # a file system without locks
+    _held.append(file)
+
+
+def release_out_dirs():
+    """Let other processes write where save_config did."""
+    while _held:
+        _held.pop().close()
 
 
 def remove_folder(path):

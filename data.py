@@ -86,8 +86,10 @@ class RobotDemos:
             try:
                 self._file, self._pid = h5py.File(self.path, "r"), os.getpid()
             except OSError as error:
-                what = f"not a whole HDF5 file ({_first_line(error)}): copy it again"
-                raise UserError(f"data={self.path}: {what if os.path.isfile(self.path) else 'no such file'}") from None
+                what = "a folder, want an HDF5 file" if os.path.isdir(self.path) else "no such file"
+                if os.path.isfile(self.path):
+                    what = f"not a whole HDF5 file ({_first_line(error)}): copy it again"
+                raise UserError(f"data={self.path}: {what}") from None
         return self._file
 
     def _read_splits(self, train_split, val_split, val_demos):
@@ -419,7 +421,8 @@ class LatentCache:
     def _read_index(self, unit, expected):
         differences = fingerprint_differences(self.root / unit, expected)
         if differences:
-            raise UserError(f"{self.root / unit} is stale: {'; '.join(differences)}: prepare again with --force=True")
+            raise UserError(f"{self.root / unit} is stale: {'; '.join(differences)}: prepare in another cache_dir, or "
+                            "replace it with --force=True")  # fmt: skip
         try:
             return json.loads((self.root / unit / "index.json").read_text())
         except (OSError, ValueError):

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from configurator import UserError, remove_folder, replace_folder
+from configurator import UserError, release_out_dirs, remove_folder, replace_folder
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
@@ -89,7 +90,9 @@ def barrier():
 
 
 def cleanup():
-    """Leave the process group, all ranks together: one that ends early can take its peers' connections with it."""
+    """End a run: leave the process group, all ranks together, as one that ends early can take its peers' connections
+    with it, and let others write into out_dir."""
+    release_out_dirs()
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
@@ -392,15 +395,25 @@ def save_checkpoint(out_dir, step, tensors, meta, keep_last):
                 remove_folder(old)
 
 
+@contextmanager
+def one_line_if_damaged(path):
+    """Our own writes leave no half checkpoint, but copies of them may be cut short."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"checkpoint {path} is damaged ({error}): remove it to go on from the one before") from None
+
+
 def read_meta(path):
     """meta.json of a checkpoint."""
-    with open(os.path.join(path, "meta.json")) as file:
+    with one_line_if_damaged(path), open(os.path.join(path, "meta.json")) as file:
         return json.load(file)
 
 
 def saved_names(path):
     """Names of the tensors in a checkpoint, from the safetensors headers."""
-    return set(HuggingFaceStorageReader(path).read_metadata().state_dict_metadata)
+    with one_line_if_damaged(path):
+        return set(HuggingFaceStorageReader(path).read_metadata().state_dict_metadata)
 
 
 def load_checkpoint(path, tensors):

@@ -74,7 +74,9 @@ def describe(model, boundary_ratio=0.0):
             config = WanTransformer3DModel.load_config(model, subfolder="transformer")
         except OSError as error:
             reason = str(error).splitlines()[0][:120]
-            raise UserError(f"model={model}: no diffusers checkpoint there ({reason})") from None
+            where = "no diffusers checkpoint there" if os.path.isdir(model) else (
+                "no such folder, and no checkpoint of that name could be had from the hub")  # fmt: skip
+            raise UserError(f"model={model}: {where} ({reason})") from None
         num_experts = 2 if (index.get("transformer_2") or [None])[0] else 1
         index_boundary, expand_timesteps = index.get("boundary_ratio"), index.get("expand_timesteps", False)
         if os.path.isdir(model) and num_experts == 2 and not os.path.isdir(os.path.join(model, "transformer_2")):
@@ -269,6 +271,8 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora):
 
     -> the number of parameters that will be trained, over the experts.
     """
+    if init_lora and not os.path.isdir(init_lora):
+        raise UserError(f"init_lora={init_lora}: no such folder; want a run's exported lora/")
     if init_lora and not rank:
         raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
     if not rank:

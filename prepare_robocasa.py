@@ -71,6 +71,7 @@ negative_prompt = ""  # embedded beside the prompts, for classifier-free guidanc
 parts = "rgb,pointmap,condition"  # which parts to make
 force = False  # rebuild parts that are stale; with fewer than all parts named, those even if they are not
 inspect = False  # only check the recordings: contact sheet in cache_dir, verdict on stdout, exit code 1 if it fails
+check_recordings = True  # with pointmaps: refuse what inspect's verdict fails, before hours of encoding
 encode_batch = 16  # windows a VAE call (1 at full size)
 vae_dtype = "float32"  # float32 | bfloat16
 text_dtype = "bfloat16"  # float32 | bfloat16: float16 overflows in UMT5
@@ -113,6 +114,20 @@ def make_box(demos):
     return box, f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({source}), holds {share:.0%} of the points"
 
 
+def frames_to_check(demos):
+    """-> (up to 8 clips of whole demos, {view: images n h w 3}, {view: camera arrays}): five frames a clip or so."""
+    clips = [Window(demo, 0, demos.num_frames[demo], split) for demo, split in demos.splits.items()]
+    clips = [clips[i] for i in np.linspace(0, len(clips) - 1, min(8, len(clips)), dtype=int)]
+    spaced = lambda array: array[:: max(len(array) // 4, 1)]  # noqa: E731
+    images, cameras = {}, {}
+    for view in demos.views:
+        images[view] = np.concatenate([spaced(demos.rgb(clip, view, clip.length)) for clip in clips])
+        if demos.pointmaps:
+            camera = [map(spaced, demos.camera(clip, view, clip.length)) for clip in clips]
+            cameras[view] = tuple(np.concatenate(arrays) for arrays in zip(*camera, strict=True))
+    return clips, images, cameras
+
+
 def run_inspection():
     """Contact sheet and verdict; UserError if the recordings are not what training expects."""
     names = view_names(views)
@@ -123,19 +138,13 @@ def run_inspection():
         demos = RobotDemos(data, names, train_split, val_split, val_demos, pointmaps=True)
     print(f"{data}: {len(demos.splits)} demos, {sum(demos.num_frames.values())} frames, {len(names)} views")
 
-    clips = [Window(demo, 0, demos.num_frames[demo], split) for demo, split in demos.splits.items()]
-    clips = [clips[i] for i in np.linspace(0, len(clips) - 1, min(8, len(clips)), dtype=int)]
-    rows, images, cameras = [], {}, {}
+    clips, images, cameras = frames_to_check(demos)
+    first, rows = clips[0], []
     box, box_line = make_box(demos) if has_depth else (None, "")
     for view in names:
-        rgb = [demos.rgb(clip, view, clip.length) for clip in clips]
-        images[view] = np.concatenate([frames[:: max(len(frames) // 4, 1)] for frames in rgb])
-        rows.append((f"{view} rgb", rgb[0]))
+        rows.append((f"{view} rgb", demos.rgb(first, view, first.length)))
         if has_depth:
-            camera = [demos.camera(clip, view, clip.length) for clip in clips]
-            spaced = [[array[:: max(len(array) // 4, 1)] for array in clip] for clip in camera]
-            cameras[view] = tuple(np.concatenate(arrays) for arrays in zip(*spaced, strict=True))
-            depth, (xyz, valid) = camera[0][0], demos.points(clips[0], view, clips[0].length)
+            depth, (xyz, valid) = demos.camera(first, view, first.length)[0], demos.points(first, view, first.length)
             near, far = np.percentile(depth[valid], [1, 99]) if valid.any() else (0, 1)
             turbo = matplotlib.colormaps["turbo"](np.clip((depth - near) / max(far - near, 1e-6), 0, 1))[..., :3]
             colours = (normalise_points(torch.from_numpy(xyz), box).numpy() + 1) / 2 * valid[..., None]
@@ -194,6 +203,10 @@ with fsdp.all_ranks_agree():
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
 
+    exists = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+    if not exists.is_dir():
+        raise UserError(f"cache_dir={cache_dir}: {exists} is a file, want a folder")
+
     # What is stale, and what is still to do: {unit: windows to encode}, prompts for the text.
     units = fingerprints(config, kind)
     todo, rebuild = {}, []
@@ -202,7 +215,8 @@ with fsdp.all_ranks_agree():
             continue
         differences = fingerprint_differences(root / unit, fingerprint)
         if differences and not force:
-            raise UserError(f"{root / unit} is stale: {'; '.join(differences)}: --force=True rebuilds it")
+            raise UserError(f"{root / unit} is stale: {'; '.join(differences)}: choose another cache_dir, or "
+                            "replace it with --force=True")  # fmt: skip
         if differences or (differences == [] and force and len(asked) < len(PARTS)):
             rebuild.append(unit)
         done = set() if unit in rebuild else {path.stem for path in (root / unit).glob("*.safetensors")}
@@ -212,7 +226,6 @@ with fsdp.all_ranks_agree():
             todo[unit] = [window for window in windows if window.key not in done]
 
     need = sum(numbers_in(unit, len(items)) for unit, items in todo.items()) * DTYPES[cache_dtype].itemsize
-    exists = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
     free = shutil.disk_usage(exists).free
     if need > free:
         raise UserError(
@@ -226,6 +239,11 @@ with fsdp.all_ranks_agree():
         for demo in tqdm(list(demos.splits)[rank::world_size], "check depth", disable=None if rank == 0 else True):
             for view in demos.views:
                 demos.camera(Window(demo, 0, demos.num_frames[demo], ""), view, demos.num_frames[demo])
+        if check_recordings and rank == 0:
+            _, faults = geometry.check_geometry(*frames_to_check(demos)[1:])
+            if faults:
+                raise UserError(f"data={data}: {'; '.join(faults)} (--inspect=True shows it, --check_recordings=False "
+                                "prepares it all the same)")  # fmt: skip
     box, box_line = make_box(demos) if pointmaps else (None, "")
 
 if rank == 0:

@@ -94,7 +94,8 @@ with fsdp.all_ranks_agree():
     if demo:
         demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
         if demo not in demos.num_frames:
-            raise UserError(f"demo={demo}: not in {data}; it has {', '.join(demos.num_frames)[:200]}")
+            some = ", ".join(list(demos.num_frames)[:5])
+            raise UserError(f"demo={demo}: not in {data}, which has {len(demos.num_frames)} demos: {some}, ...")
         frames_there = demos.num_frames[demo]
         if not 0 <= start < frames_there:
             raise UserError(f"start={start}: {demo} has {frames_there} frames")
@@ -113,6 +114,13 @@ with fsdp.all_ranks_agree():
             truth["rgb", str(i)] = robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)  # 3 1 h w
         if not prompt:
             raise UserError("prompt is empty: want --prompt=...")
+    folder = os.path.dirname(out) or "."
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={out}: {error}: want a folder that can be written") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"out={out}: {folder} can't be written, choose another folder")
 
 # ----------------------------------------------------------------------------- condition and text
 modalities, view_names = (list(dict.fromkeys(names)) for names in zip(*truth, strict=True))

@@ -121,9 +121,11 @@ with fsdp.all_ranks_agree():
         save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
         shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0,
     ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
-    if ema_decay >= 1 or beta2 >= 1 or text_dropout > 1 or grad_clip <= 0:
-        raise UserError(f"ema_decay={ema_decay}, beta2={beta2}, text_dropout={text_dropout}, grad_clip={grad_clip}: "
-                        "want below 1, below 1, at most 1 and more than 0")  # fmt: skip
+    for name, top in (("ema_decay", "below 1"), ("beta2", "below 1"), ("text_dropout", "at most 1")):
+        if config[name] > 1 or (config[name] == 1 and top == "below 1"):
+            raise UserError(f"{name}={config[name]}: want {top}")
+    if grad_clip <= 0:
+        raise UserError(f"grad_clip={grad_clip}: want more than 0")
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
     if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):

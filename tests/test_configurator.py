@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configurator import UserError, check_values, save_config
+from configurator import UserError, check_values, release_out_dirs, save_config
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = '''"""Trains nothing, é.
@@ -237,7 +237,25 @@ def test_save_config(tmp_path):
     assert record["versions"]["torch"].startswith("2.") and record["versions"]["diffusers"].startswith("0.")
     assert record["python"] == sys.version.split()[0]
     assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
-    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["config.json"]
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [".lock", "config.json"]
+
+
+def test_an_out_dir_is_one_runs(tmp_path):
+    holder = "import sys; from configurator import _hold; _hold(sys.argv[1]); print('held', flush=True); input()"
+    command = [sys.executable, "-c", holder, str(tmp_path)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"out_dir={tmp_path}: another run is writing there"):
+            save_config(tmp_path, DEFAULTS)
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        other.kill()  # whatever ends a run lets go of it
+    save_config(tmp_path, DEFAULTS)
+    save_config(tmp_path, DEFAULTS)  # this process may come again
+    release_out_dirs()
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
+        assert other.stdout.readline() == b"held\n"
+        other.kill()
 
 
 def test_save_config_where_it_cannot_write(tmp_path):

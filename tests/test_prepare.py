@@ -58,7 +58,8 @@ def contents(folder):
 
 def trainer_settings(config, **changes):
     """What train_i2v_sft.py knows: the shared settings, without the dtypes of the preparation."""
-    own = ("parts", "force", "inspect", "encode_batch", "vae_dtype", "text_dtype", "cache_dtype", "device")
+    own = ("parts", "force", "inspect", "check_recordings", "encode_batch", "vae_dtype", "text_dtype", "cache_dtype",
+           "device")  # fmt: skip
     return {name: value for name, value in config.items() if name not in own} | changes
 
 
@@ -177,7 +178,7 @@ def test_pointmaps_are_added_to_an_rgb_cache(prepare, tmp_path):
 def test_a_stale_cache_is_refused_and_rebuilt(prepare, tmp_path):
     config = prepare()["config"]
     before = contents(tmp_path / "cache")
-    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: --force=True"):
+    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: choose another cache_dir"):
         prepare(cell_height=32)
     with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32"):
         LatentCache(trainer_settings(config, cell_height=32), "i2v")
@@ -235,6 +236,8 @@ def test_a_damaged_file_is_named(prepare, tmp_path):
         ({"num_frames": 9}, "no train windows left"),
         ({"views": f"{LEFT},front"}, "views=front: demo_0 of .* has the views"),
         ({"data": "none.hdf5"}, "data=none.hdf5: no such file"),
+        ({"data": REPOSITORY}, "a folder, want an HDF5 file"),
+        ({"cache_dir": REPOSITORY / "README.md/x"}, "README.md is a file, want a folder"),
         ({"parts": "rgb,depth"}, "parts=rgb,depth: 'depth' is none of rgb, pointmap, condition"),
         ({"vae_dtype": "float16"}, "vae_dtype=float16: want float32 or bfloat16"),
         ({"window_stride": 0}, "window_stride=0: want at least 1"),
@@ -331,6 +334,7 @@ def test_inspection(world, prepare, tmp_path, capsys):
         for demo in file["data"].values():
             for view in VIEWS:
                 demo[f"obs/{view}_depth"][...] *= 1000
+    millimetres = shutil.copy(path, tmp_path / "mm.hdf5")
     with pytest.raises(UserError, match="verdict FAIL: depth is in millimetres"):
         prepare(data=path, inspect=True)
     with h5py.File(path, "r+") as file:
@@ -340,6 +344,13 @@ def test_inspection(world, prepare, tmp_path, capsys):
     with pytest.raises(SystemExit):
         prepare(data=path, inspect=True)
     assert "PASS for RGB alone" in capsys.readouterr().out
+
+    settings = dict(data=millimetres, pointmaps=True, cache_dir=tmp_path / "other")
+    with pytest.raises(UserError, match="depth is in millimetres.*--check_recordings=False prepares it all the same"):
+        prepare(**settings)
+    assert not (tmp_path / "other").exists()
+    prepare(**settings, check_recordings=False)
+    assert (tmp_path / "other/pointmap/index.json").exists()
 
 
 # -------------------------------------------------------------------------------------------------------- as it is used

@@ -81,3 +81,11 @@ def test_without_a_box_the_three_places_are_named(world, tmp_path, monkeypatch):
     line = refusal("sample.py", world / "robot.py", demo="demo_7", workspace_box="0,0,0,1,1", out=tmp_path / "no")
     assert "workspace_box=0,0,0,1,1: want x0,y0,z0,x1,y1,z1 in metres" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_where_it_cannot_write_is_found_before_sampling(world, tmp_path):
+    (tmp_path / "file").write_text("")
+    line = refusal("sample.py", world / "robot.py", demo="demo_7", out=tmp_path / "file/x")
+    assert line.startswith(f"error: out={tmp_path}/file/x: ") and "want a folder that can be written" in line
+    line = refusal("sample.py", world / "robot.py", demo="demo_99", out=tmp_path / "x")
+    assert "demo=demo_99: not in " in line and "which has 12 demos: demo_" in line

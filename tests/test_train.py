@@ -519,9 +519,10 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         (dict(batch_sizes=3), "--batch_sizes is not a setting of train_i2v_sft.py; the nearest is batch_size"),
         (dict(batch_size="many"), "--batch_size='many': got str, want int"),
         (dict(batch_size=23), "batch_size=23 on 1 ranks: more than the 22 training windows"),
-        (dict(max_text_tokens=8), "condition/text is stale: max_text_tokens was 16, now 8: prepare again"),
+        (dict(max_text_tokens=8), "condition/text is stale: max_text_tokens was 16, now 8: prepare in another"),
         (dict(cache_dir=tmp_path / "none"), "none/rgb is missing: run prepare_robocasa.py"),
         (dict(data=tmp_path / "none.hdf5"), "none.hdf5: no such file"),
+        (dict(init_lora=tmp_path / "none"), "none: no such folder; want a run's exported lora/"),
         (dict(views="robot0_agentview_left,front"), "views=front: demo_0 of "),
         (dict(cell_height=20), "cell_height=20: want a multiple of 8 (16 or 24)"),
         (dict(num_frames=6), "num_frames=6: want 4n+1 (5 or 9)"),
@@ -557,6 +558,18 @@ def test_another_config_is_refused_naming_what_differs(world, straight):
     line = refusal("train_i2v_sft.py", **base | dict(resume=False))
     assert line == f"error: resume=False: {straight} holds step_000006: choose another out_dir"
     assert files_of(straight) == before
+
+
+def test_a_damaged_checkpoint_is_one_line(world, straight, tmp_path):
+    base = paths(world) | SHORT | dict(out_dir=tmp_path / "out", max_steps=7)
+    shutil.copytree(straight, tmp_path / "out")
+    checkpoint = tmp_path / "out/ckpt/step_000006"
+    for path in checkpoint.glob("*.safetensors"):
+        os.truncate(path, 100)
+    line = refusal("train_i2v_sft.py", **base)
+    assert f"checkpoint {checkpoint} is damaged (" in line and line.endswith("remove it to go on from the one before")
+    (checkpoint / "meta.json").unlink()
+    assert f"checkpoint {checkpoint} is damaged (" in refusal("train_i2v_sft.py", **base)
 
 
 def test_a_full_disk_anywhere_is_one_line(train, world, monkeypatch, tmp_path):
