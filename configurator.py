@@ -110,7 +110,8 @@ def _hold(out_dir):
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise UserError(f"out_dir={out_dir}: another run is writing there: end it, or choose another folder") from None
+        raise UserError(f"out_dir={out_dir}: another run is writing there: end it, or choose another folder; if there "
+                        "is none, remove its .lock") from None  # fmt: skip
     except OSError:
         pass  # a file system without locks
     _held.append(file)

@@ -177,8 +177,6 @@ ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-
-
 LINEAR_OPS = {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
 
 
