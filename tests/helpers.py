@@ -1,5 +1,6 @@
-"""Starting the scripts in this process and reading what a run left behind, for test_train.py and test_grpo.py."""
+"""Starting the scripts in this process and reading what a run left behind, for the tests of whole runs."""
 
+import functools
 import io
 import json
 import os
@@ -45,6 +46,12 @@ def script(name, *files, **settings):
     finally:
         sys.argv, sys.excepthook = argv, hook
         signal.signal(signal.SIGTERM, handler)
+
+
+def smooth_adamw(monkeypatch):
+    """AdamW's first steps move a weight by the sign of its gradient, also where the gradient is nothing but rounding,
+    which differs from machine to machine: with an eps of a gradient's size a step is smooth in the gradient."""
+    monkeypatch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-4))
 
 
 def refusal(name, *files, **settings):

@@ -34,7 +34,7 @@ import sglang_client
 import sglang_server
 import tiny
 from configurator import UserError
-from helpers import ENVIRONMENT, REPOSITORY, flags, free_ports, load, refusal, rows_of, script
+from helpers import ENVIRONMENT, REPOSITORY, flags, free_ports, load, refusal, rows_of, script, smooth_adamw
 
 SGLANG = REPOSITORY / ".venv-sglang/bin/sglang"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -604,15 +604,16 @@ def results(out_dir, kind="ti2v"):
 
 @pytest.mark.parametrize("kind", ["ti2v", "i2v"])
 @real
-def test_three_iterations_by_a_server_equal_three_in_process(world, serve, tmp_path, kind):
-    """Rewards to 1e-5; adapters to 3 % of their size, as Adam's first steps only see a gradient's sign."""
+def test_three_iterations_by_a_server_equal_three_in_process(world, serve, tmp_path, kind, monkeypatch):
+    """Rewards to 1e-5; adapters to 0.3 % of their size."""
+    smooth_adamw(monkeypatch)
     _, local, local_rows = train(world, tmp_path / "local", kind)
     server = dict(rollout="sglang", sglang_urls=serve(kind))
     printed, lora, rows = train(world, tmp_path / "tensor", kind, **server, lora_sync="tensor")
     assert [row["reward"] for row in rows] == pytest.approx([row["reward"] for row in local_rows], abs=1e-5)
     assert len({row["reward"] for row in rows}) == 3
     for side in ("_A", "_B"):
-        assert (lora[side] - local[side]).norm() < 0.03 * local[side].norm()
+        assert (lora[side] - local[side]).norm() < 0.003 * local[side].norm()
     assert "self-check ratio of the first update: 1 +- 0.0e+00" in printed
     for row in rows[:2]:  # B = 0, then a LoRA that the server got
         velocity = [value for name, value in row.items() if "drift/velocity " in name]  # of each step
@@ -674,8 +675,9 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve,
 
 
 @real
-def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path):
+def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path, monkeypatch):
     """Tensor parallelism: --tp-size 2."""
+    smooth_adamw(monkeypatch)
     _, whole, rows = train(world, tmp_path / "one", rollout="sglang", sglang_urls=serve("ti2v"), max_iterations=2)
     _, lora, split_rows = train(world, tmp_path / "two", rollout="sglang", sglang_launch=True, sglang_port=34000,
                                 sglang_command=f"{SGLANG} serve", sglang_args="--tp-size 2 --num-gpus 2",
@@ -683,7 +685,7 @@ def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path)
     assert [row["reward"] for row in split_rows] == pytest.approx([row["reward"] for row in rows], abs=1e-5)
     assert max(value for name, value in split_rows[1].items() if "drift/velocity" in name) < 1e-5
     for side in ("_A", "_B"):
-        assert (lora[side] - whole[side]).norm() < 0.03 * whole[side].norm()
+        assert (lora[side] - whole[side]).norm() < 0.003 * whole[side].norm()
 
 
 @real
@@ -698,4 +700,4 @@ def test_four_ranks_share_two_servers_as_one_process_does(world, serve, tmp_path
     (one, one_rows), (four, four_rows) = results(tmp_path / "one"), results(tmp_path / "four")
     assert [row["reward"] for row in four_rows] == pytest.approx([row["reward"] for row in one_rows], abs=1e-5)
     for side in ("_A", "_B"):
-        assert (four[side] - one[side]).norm() < 0.03 * one[side].norm()
+        assert (four[side] - one[side]).norm() < 0.003 * one[side].norm()
