@@ -110,7 +110,7 @@ kl_beta = 0.0  # weight of the KL to the reference
 ratio_norm = False  # GRPO-Guard's normalised ratio and step weights (arXiv 2510.22319)
 recompute_log_prob = False  # score the old policy with the trainer, not the sampler; always so with servers
 ema_decay = 0.7  # of the trained parameters, used for evaluation and export; 0: off
-ema_interval = 1  # iterations between its updates; the last iteration always makes one
+ema_interval = 1  # iterations between its updates
 max_bad_steps = 5  # non-finite steps in a row that end the run
 seed = 0  # of every draw
 # evaluation
@@ -640,7 +640,7 @@ for iteration in range(start_iteration, max_iterations):
                     if bad_steps >= max_bad_steps:
                         raise UserError(f"{bad_steps} non-finite steps in a row, now in iteration {iteration}: {told}: "
                                         "lower lr")  # fmt: skip
-    if ema and due(ema_interval, iteration + 1):
+    if ema and (iteration + 1) % ema_interval == 0:
         ema.update()
 
     # 4. log, evaluate, save

@@ -30,7 +30,7 @@ lr = 1e-4
 clip_range = 1e-4
 recompute_log_prob = True
 ema_decay = 0.9
-ema_interval = 1  # each of the two iterations counts in the evaluation
+ema_interval = 1  # two iterations: else the evaluation would be of the base model
 
 eval_interval = 2
 num_eval_samples = 4
