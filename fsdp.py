@@ -385,7 +385,9 @@ def save_checkpoint(out_dir, step, tensors, meta, keep_last):
     with one_line_if_disk_fails(final, temporary):
         if rank == 0:
             with open(os.path.join(temporary, "meta.json"), "w") as file:
-                json.dump(meta, file, indent=1)
+                sizes = {name: os.path.getsize(os.path.join(temporary, name)) for name in sorted(os.listdir(temporary))
+                         if name.endswith(".safetensors")}  # fmt: skip
+                json.dump(meta | {"files": sizes}, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             replace_folder(temporary, final)
@@ -403,9 +405,14 @@ def one_line_if_damaged(path):
 
 
 def read_meta(path):
-    """meta.json of a checkpoint."""
-    with one_line_if_damaged(path), open(os.path.join(path, "meta.json")) as file:
-        return json.load(file)
+    """What save_checkpoint was given as meta. UserError unless all shards are there: DCP would load what it finds."""
+    with one_line_if_damaged(path):
+        with open(os.path.join(path, "meta.json")) as file:
+            meta = json.load(file)
+        for name, size in meta.pop("files", {}).items():
+            if (there := os.path.getsize(os.path.join(path, name))) != size:
+                raise ValueError(f"{name}: {there} bytes, want {size}")
+    return meta
 
 
 def saved_names(path):

@@ -261,6 +261,21 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_the_other_way(together, 
     compare_state(results[f"loaded {method}"], state, steps=2)
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_checkpoint_without_one_of_its_shards_is_refused(together, tmp_path, rank):
+    """DCP would load the other rank's rows and leave the rest as they were."""
+    copy = shutil.copytree(together[0] / "two_full/ckpt/step_000003", tmp_path / "step_000003")
+    assert fsdp.read_meta(copy) == dict(step=3)
+    shard = copy / f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+    os.truncate(shard, size := shard.stat().st_size - 4)
+    line = rf"checkpoint {copy} is damaged \({shard.name}: {size} bytes, want {size + 4}\): remove it to go on from"
+    with pytest.raises(UserError, match=line):
+        fsdp.read_meta(copy)
+    shard.unlink()
+    with pytest.raises(UserError, match=rf"checkpoint {copy} is damaged \(.*{shard.name}.*\): remove it"):
+        fsdp.read_meta(copy)
+
+
 def compare_state(found, wanted, steps):
     """Identical tensors, among them EMA and the optimizer's of the high expert; the low one was not drawn."""
     assert found.keys() == wanted.keys()
