@@ -46,7 +46,9 @@ rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
     wan = wan_model.describe(model)
     z_dim, stride = encoders.latent_geometry(model)
-    check_values(config, at_least={}, one_of=dict(dtype=("float32", "bfloat16")))
+    check_values(config, at_least=dict(num_views=1, batch_size=1, lora_rank=0, warmup=0, steps=1, dp_replicate=1,
+                                       peak_tflops=1),
+                 one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
 wan.dtype = getattr(torch, dtype)
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, (1 + pointmaps) * cell_height // stride[1],

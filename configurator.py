@@ -22,7 +22,10 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 TYPES = (bool, int, float, str, tuple)
 OPERATORS = {
@@ -82,6 +85,17 @@ def check_values(config, at_least, one_of):
             raise UserError(f"{name}={config[name]}: want {', '.join(choices[:-1])} or {choices[-1]}")
 
 
+@contextmanager
+def user_errors(model, part):
+    """Turn the many ways in which a folder or hub id can lack a part into one line."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"model={model}: can't load its {part}: want a diffusers folder (`python tiny.py` builds one) "
+                        f"or a hub id ({reason})") from error  # fmt: skip
+
+
 def save_config(out_dir, config):
     """Write out_dir/config.json: settings, package versions, python, git commit ("-dirty" if edited, null if none)."""
     record = {
@@ -90,13 +104,18 @@ def save_config(out_dir, config):
         "python": platform.python_version(),
         "commit": _commit(),
     }
+    hold_out_dir(out_dir)
     path = Path(out_dir, "config.json")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _hold(out_dir)
+    with _writing(out_dir):
         partial = path.with_suffix(".tmp")
         partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
+
+
+@contextmanager
+def _writing(out_dir):
+    try:
+        yield
     except OSError as error:
         raise UserError(f"out_dir={out_dir}: cannot write there ({error.strerror}), choose another folder") from error
 
@@ -104,9 +123,11 @@ def save_config(out_dir, config):
 _held = []  # open files, locked until they are closed or this process ends
 
 
-def _hold(out_dir):
+def hold_out_dir(out_dir):
     """Two runs in one folder, a job submitted twice, would write over each other: the second is refused."""
-    file = open(Path(out_dir, ".lock"), "a")  # noqa: SIM115
+    with _writing(out_dir):
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        file = open(Path(out_dir, ".lock"), "a")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -3,7 +3,6 @@
 `model` is a diffusers folder, a hub id, or "random:NAME" (full-size random weights, for measuring without a download).
 """
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -20,7 +19,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch.nn import functional as F
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from configurator import UserError
+from configurator import UserError, user_errors
 
 # Constructor arguments of the two released VAEs: 2.1 is diffusers' default, 2.2 belongs to TI2V-5B.
 # The latent statistics are left at 0 and 1 for 2.2: with random weights no others would be right either.
@@ -204,14 +203,3 @@ def random_embedding(prompt, max_text_tokens):
     embedding = torch.zeros(max_text_tokens, RANDOM_TEXT_DIM)
     embedding[:num_tokens] = torch.randn(num_tokens, RANDOM_TEXT_DIM, generator=torch.Generator().manual_seed(seed))
     return embedding
-
-
-@contextlib.contextmanager
-def user_errors(model, part):
-    """Turn the many ways in which a folder or hub id can lack a part into one line."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"model={model}: can't load its {part}: want a diffusers folder (`python tiny.py` builds one) "
-                        f"or a hub id ({reason})") from error  # fmt: skip

@@ -28,6 +28,10 @@ def check_settings(config, world_size):
         if config[name] <= 0:
             raise UserError(f"{name}={config[name]}: want more than 0")
 
+    if config["reward_timeout"] > 375:
+        raise UserError(f"reward_timeout={config['reward_timeout']:g}: want at most 375 s, as a request is tried four "
+                        "times while the other ranks wait")  # fmt: skip
+
     law, noise_level, window = config["law"], config["noise_level"], config["sde_window"]
     if noise_level <= 0 or (law == "cps" and noise_level > 1):
         raise UserError(f"noise_level={noise_level}: an SDE wants more than 0, e.g. 0.7, and cps at most 1")

@@ -18,10 +18,10 @@ import torch
 from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from peft import LoraConfig
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from configurator import UserError, replace_folder
+from configurator import UserError, replace_folder, user_errors
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
 LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
@@ -118,9 +118,10 @@ def load_transformer(wan, expert, device, dtype, seed=0):
                 parameter.data = parameter.data.float()
     else:
         on_gpu = dict(device_map={"": device}) if torch.device(device).type == "cuda" else {}
-        transformer = WanTransformer3DModel.from_pretrained(
-            wan.model, subfolder=FOLDERS[expert], torch_dtype=dtype, use_safetensors=True, **on_gpu
-        )
+        with user_errors(wan.model, FOLDERS[expert]):
+            transformer = WanTransformer3DModel.from_pretrained(
+                wan.model, subfolder=FOLDERS[expert], torch_dtype=dtype, use_safetensors=True, **on_gpu
+            )
     transformer.rope.to(device)
     # Under autocast a float32 linear would run in bf16; sinusoids of timesteps up to 1000 must not.
     embedder = transformer.condition_embedder.time_embedder
@@ -381,10 +382,13 @@ def read_lora(folder, expert):
     if not has_lora(folder, expert):
         raise UserError(f"{folder}: no {os.path.basename(path)} in it; want a lora/ folder that a run of this kind of "
                         "model exported")  # fmt: skip
-    with safe_open(path, framework="pt") as file:
-        metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
-    rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+        rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    except (OSError, ValueError, SafetensorError, StopIteration) as error:
+        raise UserError(f"{path}: can't read its adapter ({error!r:.200}): want a file that a run exported") from None
     targets = metadata.get("transformer.target_modules") or sorted({n.rsplit(".lora_", 1)[0] for n in tensors})
     return tensors, rank, metadata.get("transformer.lora_alpha", rank), ",".join(targets)
 
@@ -427,3 +431,14 @@ def export_model(folder, wan, state_dicts):
         with open(os.path.join(target, "config.json"), "w") as file:
             json.dump({"_class_name": "WanTransformer3DModel", **wan.config}, file, indent=2)
     replace_folder(temporary, folder)
+
+
+def export(out_dir, wan, tensors, rank, alpha, targets):
+    """What a run leaves for other tools: adapters in out_dir/lora, or a whole diffusers folder, out_dir/model.
+
+    tensors: {"high": {name: cpu tensor}, ...}, what by_expert returns; rank 0: all weights were trained.
+    """
+    if rank:
+        export_lora(os.path.join(out_dir, "lora"), tensors, rank, alpha, targets)
+    else:
+        export_model(os.path.join(out_dir, "model"), wan, tensors)

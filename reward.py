@@ -17,6 +17,7 @@ import json
 import math
 import re
 import time
+import traceback
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -270,7 +271,13 @@ def score(rewards, videos, prompts, metadata):
         raise ValueError(f"videos {tuple(videos.shape)}, {len(prompts)} prompts, {len(metadata)} metadata")
     scores = {}
     for name, reward in rewards.items():
-        returned = reward(videos, prompts, metadata)
+        try:
+            returned = reward(videos, prompts, metadata)
+        except UserError:
+            raise
+        except Exception as error:  # somebody's own: the run ends as with any failing reward, and its author sees where
+            traceback.print_exc()
+            raise UserError(f"reward {name}: {type(error).__name__}: {error}") from None
         try:
             values = torch.as_tensor(returned).detach().float().cpu()
         except (TypeError, ValueError, RuntimeError):

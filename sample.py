@@ -114,6 +114,8 @@ with fsdp.all_ranks_agree():
             truth["rgb", str(i)] = robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)  # 3 1 h w
         if not prompt:
             raise UserError("prompt is empty: want --prompt=...")
+    if not os.path.basename(out):
+        raise UserError(f"out={out}: want a name without suffix, as in out/sample")
     folder = os.path.dirname(out) or "."
     try:
         os.makedirs(folder, exist_ok=True)

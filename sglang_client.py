@@ -67,6 +67,7 @@ def check_settings(settings, wan):
         if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
             raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated, each once")
     sglang_server.check_model(wan.model)
+    sglang_server.check_start(settings["sglang_port"], settings["sglang_command"], settings["sglang_args"])
     if wan.boundary_ratio and not math.isclose(round(1000 * wan.boundary_ratio), 1000 * wan.boundary_ratio):
         raise UserError(f"boundary_ratio={wan.boundary_ratio}: SGLang routes by whole timesteps; want three decimals")
     if not settings["lora_rank"]:

@@ -66,6 +66,18 @@ def check_model(model):
         raise UserError(f"model={model}: its VAE is {name}, SGLang's servers know AutoencoderKLWan only")
 
 
+def check_start(port, command, args):
+    """UserError for a port or words that can't start a server."""
+    if not 1 <= port <= 65000:
+        raise UserError(f"port={port}: want 1 to 65000")
+    try:
+        words = shlex.split(command), shlex.split(args)
+    except ValueError as error:
+        raise UserError(f"command={command!r}, args={args!r}: {error}: want words as a shell takes them") from None
+    if not words[0]:
+        raise UserError("command is empty: want what starts SGLang, as in .venv-sglang/bin/sglang serve")
+
+
 def start(model, port, devices, dtype, shift, command, args, **popen):
     """Start a server process in a session of its own -> subprocess.Popen; it isn't ready yet. Raises UserError."""
     wan = wan_model.describe(model)
@@ -205,6 +217,7 @@ def main():
         raise UserError("model is empty: want --model=, a diffusers folder or hub id")
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype={dtype}: want float32 or bfloat16")
+    check_start(port, command, args)
     if free_port(port) != port:
         raise UserError(f"port={port}: in use, or one of {port + 1}, {port + 10}, {port + 20}: want another")
     process = start(model, port, devices, dtype, shift, command, args)

@@ -36,7 +36,7 @@ import reward
 import rollout as wan_rollout
 import sglang_client
 import validate
-from configurator import UserError, configure, save_config
+from configurator import UserError, configure, hold_out_dir, save_config
 from data import check_sizes
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
@@ -114,7 +114,7 @@ ema_interval = 1  # iterations between its updates
 max_bad_steps = 5  # non-finite steps in a row that end the run
 seed = 0  # of every draw
 # evaluation
-eval_interval = 25  # iterations; 0: only at the end
+eval_interval = 25  # iterations; 0: only before the first and after the last
 num_eval_samples = 96  # held-out videos, the prompts in turn, always the same noise
 num_eval_videos = 4  # of these written, before and after side by side
 num_eval_steps = 10  # of the ODE sampler
@@ -130,7 +130,7 @@ save_interval = 25  # iterations between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 config = configure(globals())
 MAY_CHANGE = {  # settings that a resumed run may change
-    "out_dir", "resume", "rollout", "max_iterations", "eval_interval", "eval_data_jsonl", "eval_rewards",
+    "out_dir", "resume", "rollout", "max_iterations", "eval_interval", "eval_rewards",
     "num_eval_samples", "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing", "compile_blocks",
     "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
     *(name for name in config if name.startswith(("sglang_", "lora_sync"))), "trainer_devices", "drift_interval",
@@ -211,6 +211,8 @@ with fsdp.all_ranks_agree():
     more = reward.parse_rewards(eval_rewards, "eval_rewards") if eval_rewards else []
     all_rewards = reward.load_rewards(dict(weights + more).items(), device, **options)  # name -> reward
     train_rewards = {name: all_rewards[name] for name, _ in weights}
+    if is_main:
+        hold_out_dir(out_dir)  # a job submitted twice must not touch the servers of the first
 server = None
 if rollout == "sglang":  # text encoder and VAE are the server's
     with fsdp.all_ranks_agree():
@@ -251,8 +253,9 @@ def load_experts(trainable):
     """{expert: sharded transformer}; trainable with adapters (or all weights), or frozen."""
     loaded = {}
     for expert in wan.expert_names:
-        transformer = wan_model.load_expert(wan, expert, device, seed, trainable, lora_rank, lora_alpha, lora_targets,
-                                            init_lora)  # fmt: skip
+        with fsdp.all_ranks_agree():
+            transformer = wan_model.load_expert(wan, expert, device, seed, trainable, lora_rank, lora_alpha,
+                                                lora_targets, init_lora)  # fmt: skip
         fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
         loaded[expert] = fsdp.shard(transformer, mesh)
     return loaded
@@ -551,8 +554,15 @@ def due(interval, iteration):
     return iteration == max_iterations or (interval > 0 and iteration % interval == 0)
 
 
+def export():
+    """The (averaged) adapters, or all weights of full fine-tuning, for other tools. Collective."""
+    whole = wan_model.by_expert(fsdp.gather(averaged))
+    if is_main:
+        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
+
+
 def save(iteration):
-    """A checkpoint to resume from and, with LoRA, the (averaged) adapters for other tools; once an iteration."""
+    """A checkpoint to resume from and, with LoRA, the export; once an iteration."""
     global saved_iteration
     if iteration == saved_iteration:
         return  # nothing was trained since
@@ -560,9 +570,7 @@ def save(iteration):
     state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=config)
     fsdp.save_checkpoint(out_dir, iteration, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
-        whole = wan_model.by_expert(fsdp.gather(averaged))
-        if is_main:
-            wan_model.export_lora(os.path.join(out_dir, "lora"), whole, lora_rank, lora_alpha, lora_targets)
+        export()
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -670,11 +678,9 @@ for iteration in range(start_iteration, max_iterations):
     if due(eval_interval, done):
         evaluate(done)
 else:
-    if not lora_rank:
-        whole = wan_model.by_expert(fsdp.gather(averaged))
-        if is_main:
-            wan_model.export_model(os.path.join(out_dir, "model"), wan, whole)
-            say(f"exported   {out_dir}/model, a complete diffusers folder")
+    if not lora_rank or start_iteration >= max_iterations:  # adapters with each checkpoint, unless a kill came between
+        export()
+    say(f"exported   {out_dir}/{'lora' if lora_rank else 'model, a complete diffusers folder'}")
 if server:
     server.close()
 fsdp.cleanup()

@@ -12,7 +12,6 @@ The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the R
 """
 
 import math
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -119,7 +118,7 @@ with fsdp.all_ranks_agree():
         batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1, num_val_windows=1,
         num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
         save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
-        shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0,
+        shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1,
     ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
     for name, top in (("ema_decay", "below 1"), ("beta2", "below 1"), ("text_dropout", "at most 1")):
         if config[name] > 1 or (config[name] == 1 and top == "below 1"):
@@ -212,8 +211,9 @@ def read_clips(micro_step):
 # ----------------------------------------------------------------------------- model, LoRA, sharding
 loaded = wan.expert_names if num_val_videos > 0 else trained
 for expert in loaded:
-    transformer = wan_model.load_expert(wan, expert, device, seed, expert in trained, lora_rank, lora_alpha,
-                                        lora_targets, init_lora if not checkpoint else "")  # fmt: skip
+    with fsdp.all_ranks_agree():
+        transformer = wan_model.load_expert(wan, expert, device, seed, expert in trained, lora_rank, lora_alpha,
+                                            lora_targets, init_lora if not checkpoint else "")  # fmt: skip
     fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 parameters = wan_model.trainable_parameters(wan)
@@ -270,15 +270,20 @@ def evaluate(step, videos):
         draw_curves(out_dir)
 
 
+def export():
+    """The adapters, or all weights of full fine-tuning, for other tools (their average with EMA). Collective."""
+    whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
+    if is_main:
+        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
+
+
 def save(step):
-    """A checkpoint to resume from and, with LoRA, the adapters (their average with EMA) for other tools."""
+    """A checkpoint to resume from and, with LoRA, the export."""
     state = dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
                  world_size=world_size, config=config)  # fmt: skip
     fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
-        adapters = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
-        if is_main:
-            wan_model.export_lora(os.path.join(out_dir, "lora"), adapters, lora_rank, lora_alpha, lora_targets)
+        export()
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -367,9 +372,7 @@ for step in range(start_step, max_steps):
     if due(eval_interval, done):
         evaluate(done, videos=True)
 else:
-    if not lora_rank:
-        whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
-        if is_main:
-            wan_model.export_model(os.path.join(out_dir, "model"), wan, whole)
-            say(f"exported   {out_dir}/model, a complete diffusers folder")
+    if not lora_rank or start_step >= max_steps:  # adapters with each checkpoint, unless a kill came between
+        export()
+    say(f"exported   {out_dir}/{'lora' if lora_rank else 'model, a complete diffusers folder'}")
 fsdp.cleanup()

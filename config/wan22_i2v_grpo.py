@@ -1,6 +1,6 @@
 # Flow-GRPO of Wan2.2-I2V-A14B, both experts: 480 x 480, 5 frames, 8 steps of which step 1 is stochastic and trained,
 # 48 prompts x 16 videos an iteration. At shift 5 step 1 belongs to the high-noise expert: it is the one that learns.
-# Two GPUs or more: 106 GiB a GPU by the printed estimate on two, and one has no room for both experts and the rest.
+# Two GPUs or more: 107 GiB a GPU by the printed estimate on two, and one has no room for both experts and the rest.
 model = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
 data_jsonl = "train.jsonl"
 eval_data_jsonl = "val.jsonl"

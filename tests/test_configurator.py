@@ -241,7 +241,7 @@ def test_save_config(tmp_path):
 
 
 def test_an_out_dir_is_one_runs(tmp_path):
-    holder = "import sys; from configurator import _hold; _hold(sys.argv[1]); print('held', flush=True); input()"
+    holder = "import sys, configurator as c; c.hold_out_dir(sys.argv[1]); print('held', flush=True); input()"
     command = [sys.executable, "-c", holder, str(tmp_path)]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, **pipes) as other:

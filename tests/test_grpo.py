@@ -594,15 +594,20 @@ def test_reward_rises(train, tmp_path):
 # ----------------------------------------------------------------------------- interruptions
 
 
-def test_a_reward_that_fails_later_loses_nothing(world, train, tmp_path, monkeypatch):
+@pytest.mark.parametrize("late, words", [
+    (lambda videos: torch.full((len(videos),), torch.nan), "reward mine: got nan"),
+    (lambda videos: videos[:, 5, 0, 0, 0], "reward mine: IndexError: index 5 is out of bounds for dimension 1"),
+])  # fmt: skip
+def test_a_reward_that_fails_later_loses_nothing(world, train, tmp_path, monkeypatch, capfd, late, words):
     out = tmp_path / "out"
 
     def failing(videos, prompts, metadata):
-        return torch.full((len(videos),), torch.nan if train_rows(out) else 1.0)
+        return late(videos) if train_rows(out) else torch.ones(len(videos))
 
     use_reward(monkeypatch, failing)
     settings = QUICK | dict(rewards="mine", out_dir=out, max_iterations=3)
-    assert "reward mine: got nan" in refusal("train_grpo.py", **paths(world), **settings)
+    assert words in refusal("train_grpo.py", **paths(world), **settings)
+    assert ("in failing" in capfd.readouterr().err) == ("IndexError" in words)  # the author of an error sees where
     assert [path[-6:] for path in fsdp.checkpoints(out)] == ["000001"] and (out / "lora").is_dir()
     use_reward(monkeypatch, lambda videos, prompts, metadata: torch.ones(len(videos)))
     train(rewards="mine", max_iterations=3)
@@ -709,8 +714,10 @@ def test_interrupted_anywhere_it_equals_the_uninterrupted_run_bit_for_bit(world,
     assert files_of(out / "lora") == files_of(straight / "lora") and files_of(out / "samples") == files_of(
         straight / "samples")  # fmt: skip
     assert_same_checkpoint(lora_of(out), lora_of(straight))
-    printed = script("train_grpo.py", **settings)[1]  # once more: nothing is left to do
+    shutil.rmtree(out / "lora")  # as if killed between the last checkpoint and its export
+    printed = script("train_grpo.py", **settings)[1]  # once more: nothing else is left to do
     assert "step 0" not in printed and untimed(out) == untimed(straight)
+    assert_same_checkpoint(lora_of(out), lora_of(straight))
     assert "done       4 of 4 iterations; a larger max_iterations goes on" in printed
 
 
@@ -821,6 +828,7 @@ def test_bad_input_is_one_line(world, tmp_path, monkeypatch):
         (dict(ema_decay=1.0), "ema_decay=1.0"), (dict(weight_decay=-1.0), "weight_decay=-1.0: want at least 0"),
         (dict(lora_alpha=-1.0), "lora_alpha=-1.0: want at least 0"), (dict(fps=0), "fps=0: want at least 1"),
         (dict(kl_beta=-0.1), "kl_beta=-0.1: want at least 0"),
+        (dict(reward_timeout=400), "reward_timeout=400: want at most 375 s"),
         (dict(dp_replicate=2), "dp_replicate=2: want a divisor of the 1 ranks"),
         (dict(groupsize=8), "--groupsize is not a setting of train_grpo.py; the nearest is group_size"),
         (dict(group_size="eight"), "--group_size='eight': got str, want int"),

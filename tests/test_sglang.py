@@ -377,6 +377,9 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
         (here | dict(max_text_tokens=16), "max_text_tokens=16: SGLang's servers always use 512"),
         (here | dict(lora_sync="mail"), "lora_sync=mail: want tensor or disk"),
         (here | dict(rollout="remote"), "rollout=remote: want local or sglang"),
+        (here | dict(sglang_args="--x 'y"), "No closing quotation: want words as a shell takes them"),
+        (here | dict(sglang_command=" "), "command is empty: want what starts SGLang"),
+        (here | dict(sglang_port=-7), "port=-7: want 1 to 65000"),
         (here | dict(lora_alpha=8.5), "lora_alpha=8.5: lora_sync=disk wants a whole number"),
         (dict(sglang_urls=f"http://127.0.0.1:{other}"), f"http://127.0.0.1:{other}: no SGLang server there"),
         (dict(sglang_urls=fakes[1].url), f"{fakes[1].url}: serves /models/other, want {world}/ti2v: start it with"),
@@ -390,6 +393,22 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
     assert not (tmp_path / "out/config.json").exists() and not (tmp_path / "out/ckpt").exists()
     assert "model is empty" in subprocess.run([sys.executable, REPOSITORY / "sglang_server.py"], env=ENVIRONMENT,
                                               capture_output=True, text=True, timeout=120).stderr  # fmt: skip
+
+
+def test_a_job_submitted_twice_leaves_the_first_ones_servers_alone(world, fakes, tmp_path):
+    out, servers = tmp_path / "out", tmp_path / "out/sglang"
+    servers.mkdir(parents=True)
+    (servers / "node_0.url").write_text(fakes[0].url)  # what the first's ranks read
+    holder = "import sys, configurator as c; c.hold_out_dir(sys.argv[1]); print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", holder, out], cwd=REPOSITORY, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as first:  # fmt: skip
+        assert first.stdout.readline() == b"held\n"
+        for where in (dict(sglang_launch=True, sglang_command="false"), dict(sglang_urls=fakes[0].url)):
+            line = refusal("train_grpo.py", **paths(world) | QUICK | dict(rollout="sglang", out_dir=out) | where)
+            assert f"out_dir={out}: another run is writing there" in line
+        first.kill()
+    assert (servers / "node_0.url").read_text() == fakes[0].url and not fakes[0].bodies
+    assert [path.name for path in servers.iterdir()] == ["node_0.url"]
 
 
 def test_a_dead_servers_log_is_quoted_without_colours_and_requests(tmp_path):

@@ -443,9 +443,38 @@ def test_sample_refuses_in_one_line(world, straight, tmp_path):
         (dict(num_inference_steps=0), "num_inference_steps=0: want at least 1"),
         (dict(model=world / "ti2v", checkpoint=checkpoint), "ti2v: "),
         (dict(model=tmp_path / "none"), "none: no such folder"),
+        (dict(out=f"{tmp_path}/new/"), f"out={tmp_path}/new/: want a name without suffix"),
     ]:
         assert words in refusal("sample.py", **base | change)
     assert not list(tmp_path.iterdir())
+
+
+def test_files_cut_short_are_one_line(world, straight_lora, tmp_path):
+    """Of a model and of adapters: what an interrupted download or copy leaves."""
+    shutil.copytree(world / "i2v", tmp_path / "model")
+    shutil.copytree(straight_lora / "lora", tmp_path / "lora")
+    base = paths(world) | SHORT | dict(out_dir=tmp_path / "out", lora_rank=4, lora_alpha=8)
+    demo = dict(model=world / "i2v", data=world / "robot.hdf5", demo="demo_23", out=tmp_path / "sample")
+    adapter = tmp_path / "lora/low_noise.safetensors"
+    os.truncate(adapter, 1000)
+    for line in (refusal("train_i2v_sft.py", **base | dict(init_lora=tmp_path / "lora")),
+                 refusal("sample.py", **demo | dict(lora=tmp_path / "lora"))):  # fmt: skip
+        assert f"{adapter}: can't read its adapter (SafetensorError(" in line
+    base |= dict(model=tmp_path / "model")
+    weights = tmp_path / "model/transformer_2/diffusion_pytorch_model.safetensors"
+    os.truncate(weights, 1000)
+    assert f"model={tmp_path}/model: can't load its transformer_2: want " in refusal("train_i2v_sft.py", **base)
+    weights.unlink()
+    assert f"model={tmp_path}/model: can't load its transformer_2: want " in refusal("train_i2v_sft.py", **base)
+
+
+def test_a_finished_run_exports_what_a_kill_kept_it_from(world, straight_lora, tmp_path):
+    shutil.copytree(straight_lora, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/lora")  # killed between the checkpoint and the export
+    settings = paths(world) | SHORT | dict(lora_rank=4, lora_alpha=8, lr=0.05, out_dir=tmp_path / "out")
+    printed = script("train_i2v_sft.py", **settings)[1]
+    assert "done       6 of 6 steps" in printed and f"exported   {tmp_path}/out/lora" in printed
+    assert files_of(tmp_path / "out/lora") == files_of(straight_lora / "lora")
 
 
 def test_bench_prints_the_table_and_computes_what_the_baseline_computes():
@@ -463,6 +492,9 @@ def test_bench_prints_the_table_and_computes_what_the_baseline_computes():
         (dict(cell_height=20), "cell_height=20: want a multiple of 16"),
         (dict(model="random:a"), "random:a: want random: and one of i2v-a14b"),
         (dict(dtype="half"), "dtype=half: want float32 or bfloat16"),
+        (dict(checkpointing="selectve"), "checkpointing=selectve: want none, full or selective"),
+        (dict(steps=0), "steps=0: want at least 1"),
+        (dict(batch_size=0), "batch_size=0: want at least 1"),
         (dict(dp_replicate=2), "dp_replicate=2: want a divisor of the 1 ranks"),
     ]:
         assert words in refusal("bench.py", **size | change)
@@ -539,6 +571,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         (dict(seed=-1), "seed=-1: want at least 0"),
         (dict(ema_decay=1.0), "ema_decay=1.0"), (dict(beta2=1.0), "beta2=1.0"), (dict(grad_clip=0.0), "grad_clip=0.0"),
         (dict(weight_decay=-1.0), "weight_decay=-1.0: want at least 0"), (dict(fps=0), "fps=0: want at least 1"),
+        (dict(peak_tflops=0.0), "peak_tflops=0.0: want at least 1"),
     ]:
         assert words in refusal("train_i2v_sft.py", **base | change), change
         assert not out_dir.exists()
