@@ -33,6 +33,8 @@ CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration 
     ("t2v", 1): "Wan2.1-T2V-1.3B-Diffusers",
 }
 
+PORT_TAKEN = "address already in use|port .* unavailable"  # in sglang's log
+
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business with 127.0.0.1
 
 model = ""  # diffusers folder or hub id
@@ -154,7 +156,17 @@ class LaunchedServer:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _start(self):
-        self.port = free_port(self.port)
+        """At the first free ports, or further up where somebody takes one of them while the server loads."""
+        for attempts_left in (2, 1, 0):
+            self.port = free_port(self.port)
+            try:
+                return self._start_here()
+            except UserError:
+                if not attempts_left or not re.search(PORT_TAKEN, self.tail(), re.IGNORECASE):
+                    raise
+                self.port += 50
+
+    def _start_here(self):
         with open(self.log_path, "ab") as log:
             self.log_start = log.tell()  # after what a server before it said
             self.process = start(port=self.port, **self.settings, stdout=log, stderr=log)

@@ -411,6 +411,40 @@ def test_a_job_submitted_twice_leaves_the_first_ones_servers_alone(world, fakes,
     assert [path.name for path in servers.iterdir()] == ["node_0.url"]
 
 
+LOSES_ITS_PORT_ONCE = """
+import http.server, os, sys
+if not os.path.exists("seen"):
+    open("seen", "w").close()
+    sys.exit("ERROR: [Errno 98] error while attempting to bind on address: address already in use")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+def test_a_port_that_is_taken_while_the_server_loads_costs_nothing(world, tmp_path, monkeypatch):
+    """It comes up at the next one, without using up a restart; not for ever."""
+    monkeypatch.chdir(tmp_path)
+    Path("health").write_text("")
+    Path("fake.py").write_text(LOSES_ITS_PORT_ONCE)
+
+    def launch(program):
+        return sglang_server.LaunchedServer(
+            "log", "url", 60.0, 0, seen.append, lambda: False, 29000, model=str(world / "ti2v"), devices="",
+            dtype="float32", shift=5.0, command=f"{sys.executable} {program}", args="")  # fmt: skip
+
+    seen = []
+    server = launch("fake.py")
+    try:
+        assert seen == [server.url] == [Path("url").read_text()]
+        assert int(server.url.rpartition(":")[2]) >= 29050 and server.restarts == 0
+    finally:
+        server.end()
+    Path("never.py").write_text("import sys; sys.exit('Address already in use')")
+    with pytest.raises(UserError, match=r"the SGLang server ended \(code 1\): Address already in use"):
+        launch("never.py")
+    assert Path("log").read_text().count("Address already in use") == 3
+
+
 def test_a_dead_servers_log_is_quoted_without_colours_and_requests(tmp_path):
     log = tmp_path / "node_0.log"
     server = sglang_server.LaunchedServer.__new__(sglang_server.LaunchedServer)
@@ -489,7 +523,7 @@ def serve(world, tmp_path_factory):
 
     def start(kind, number=0):
         if (kind, number) not in started:
-            port = sglang_server.free_port(31000 + 50 * len(started))
+            port = sglang_server.free_port(30000 + 50 * len(started))
             with open(folder / f"{kind}_{number}.log", "wb") as log:
                 process = sglang_server.start(str(world / kind), port, "", "float32", 5.0, f"{SGLANG} serve", "",
                                               stdout=log, stderr=log)  # fmt: skip
@@ -685,7 +719,7 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve,
 
     monkeypatch.setattr(sglang_client.SGLangClient, "ask", ask_and_kill)
     printed, lora, killed_rows = train(world, tmp_path / "killed", rollout="sglang", sglang_launch=True,
-                                       sglang_command=f"{SGLANG} serve", sglang_port=33000)  # fmt: skip
+                                       sglang_command=f"{SGLANG} serve", sglang_port=31000)  # fmt: skip
     assert asked.count(rollout.seed_of(0, 1, 2)) == 2 and servers[0].restarts == 0
     assert asked.count(rollout.seed_of(0, 2, 1)) >= 2
     assert [row["reward"] for row in killed_rows] == [row["reward"] for row in rows]
@@ -698,7 +732,7 @@ def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path,
     """Tensor parallelism: --tp-size 2."""
     smooth_adamw(monkeypatch)
     _, whole, rows = train(world, tmp_path / "one", rollout="sglang", sglang_urls=serve("ti2v"), max_iterations=2)
-    _, lora, split_rows = train(world, tmp_path / "two", rollout="sglang", sglang_launch=True, sglang_port=34000,
+    _, lora, split_rows = train(world, tmp_path / "two", rollout="sglang", sglang_launch=True, sglang_port=32000,
                                 sglang_command=f"{SGLANG} serve", sglang_args="--tp-size 2 --num-gpus 2",
                                 max_iterations=2)  # fmt: skip
     assert [row["reward"] for row in split_rows] == pytest.approx([row["reward"] for row in rows], abs=1e-5)
