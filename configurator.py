@@ -37,6 +37,7 @@ OPERATORS = {
 }
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "h5py")
 DISK_FULL = ("No space left on device", "Disk quota exceeded")  # the system's words, whoever raises them
+PEER_GONE = ("Connection closed by peer", "Connection reset by peer")  # gloo's, in a collective
 GPU_FULL = ("CUDA out of memory", "ALLOC_FAILED")  # the allocator's words; cuBLAS's and cuDNN's
 
 
@@ -104,42 +105,45 @@ def save_config(out_dir, config):
         "python": platform.python_version(),
         "commit": _commit(),
     }
-    hold_out_dir(out_dir)
+    hold_folder(out_dir)
     path = Path(out_dir, "config.json")
-    with _writing(out_dir):
+    with _writing(out_dir, "out_dir"):
         partial = path.with_suffix(".tmp")
         partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
 
 
 @contextmanager
-def _writing(out_dir):
+def _writing(folder, name):
     try:
         yield
     except OSError as error:
-        raise UserError(f"out_dir={out_dir}: cannot write there ({error.strerror}), choose another folder") from error
+        raise UserError(f"{name}={folder}: cannot write there ({error.strerror}), choose another folder") from error
 
 
 _held = []  # open files, locked until they are closed or this process ends
 
 
-def hold_out_dir(out_dir):
-    """Two runs in one folder, a job submitted twice, would write over each other: the second is refused."""
-    with _writing(out_dir):
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        file = open(Path(out_dir, ".lock"), "a")  # noqa: SIM115
+def hold_folder(folder, name="out_dir"):
+    """Two runs in one folder, a job submitted twice, would write over each other: the second is refused.
+
+    name: of the setting that says which folder.
+    """
+    with _writing(folder, name):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder, ".lock"), "a")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise UserError(f"out_dir={out_dir}: another run is writing there: end it, or choose another folder; if there "
+        raise UserError(f"{name}={folder}: another run is writing there: end it, or choose another folder; if there "
                         "is none, remove its .lock") from None  # fmt: skip
     except OSError:
         pass  # a file system without locks
     _held.append(file)
 
 
-def release_out_dirs():
-    """Let other processes write where save_config did."""
+def release_folders():
+    """Let other processes write there again."""
     while _held:
         _held.pop().close()
 
@@ -166,6 +170,8 @@ def _show(kind, error, trace):
         reason = " ".join(str(error).split())[:160]
         print(f"error: the GPU's memory is full ({reason}): want more GPUs, a smaller batch, checkpointing=full or "
               "compile_blocks=True", file=sys.stderr)  # fmt: skip
+    elif issubclass(kind, RuntimeError) and any(gone in str(error) for gone in PEER_GONE):
+        print("error: another rank ended: its message says why", file=sys.stderr)
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

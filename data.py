@@ -72,6 +72,7 @@ class RobotDemos:
         self.path, self.views, self.pointmaps = str(path), view_names(views), pointmaps
         self._file, self._pid = None, None
         self.skipped = []  # (demo, frames) of the demos shorter than a window; filled by windows()
+        self.num_uncovered = 0  # frames at the ends of demos that no window holds; counted by windows()
         self.splits = self._read_splits(train_split, val_split, val_demos)  # demo -> "train" | "val", numeric order
         self.num_frames = {}  # demo -> frames
         self.prompts = {}  # demo -> instruction
@@ -113,8 +114,8 @@ class RobotDemos:
 
     def _read_mask(self, setting, split, there):
         if split not in self.file["mask"]:
-            raise UserError(f"{setting}={split}: {self.path} has the masks {', '.join(self.file['mask'])}")
-        demos = [name.decode() if isinstance(name, bytes) else str(name) for name in self.file["mask"][split][()]]
+            raise UserError(f"{setting}={split}: {self.path} has the masks {', '.join(self.file['mask']) or '(none)'}")
+        demos = mask_names(self.file["mask"][split])
         if missing := sorted(set(demos) - there, key=demo_number):
             raise UserError(f"{self.path}: mask/{split} names {missing[0]}, which data/ does not have")
         if not demos:
@@ -163,12 +164,13 @@ class RobotDemos:
     def windows(self, num_frames, window_stride, pad_short=False):
         """All windows in the numeric order of demos, train first. A demo shorter than num_frames goes to .skipped, or
         with pad_short=True becomes one window that holds its last frame. Zero windows in a split is an error."""
-        windows, self.skipped = [], []
+        windows, self.skipped, self.num_uncovered = [], [], 0
         for demo, split in self.splits.items():
             frames = self.num_frames[demo]
             if frames >= num_frames:
                 starts = range(0, frames - num_frames + 1, window_stride)
                 windows += [Window(demo, start, num_frames, split) for start in starts]
+                self.num_uncovered += frames - num_frames - starts[-1]
             elif pad_short and frames > 0:
                 windows.append(Window(demo, 0, frames, split))
             else:
@@ -206,6 +208,9 @@ class RobotDemos:
             if (bad := np.isnan(array) if name == "depth" else ~np.isfinite(array)).any():
                 frame = window.start + int(bad.reshape(len(array), -1).any(1).argmax())
                 raise UserError(f"{window.demo}/{view}_{name}: got NaN in frame {frame}, want 0 where depth is unknown")
+        if not (np.linalg.det(K) > 0).all():
+            raise UserError(f"{window.demo}/{view}_intrinsics: got {K[0].tolist()}, want focal lengths above 0 and a "
+                            "last row 0 0 1")  # fmt: skip
         return depth, K, E
 
     def points(self, window, view, num_frames):
@@ -217,6 +222,11 @@ class RobotDemos:
 
     def prompt(self, demo):
         return self.prompts[demo]
+
+
+def mask_names(mask):
+    """The demos that a dataset of mask/ lists."""
+    return [name.decode() if isinstance(name, bytes) else str(name) for name in mask[()]]
 
 
 def _first_line(error):
@@ -307,13 +317,15 @@ def fingerprints(config, kind):
     def known(*names):
         return {name: config[name] for name in names if name in config}
 
-    data = {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
+    cameras, data = "", {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
     if os.path.isfile(config["data"]):  # a LatentCache opens without the recordings too (the trainer wants them)
         data["data_content"] = content_hash([Path(config["data"])])
+        data["masks"], cameras = small_content(config["data"], view_names(config["views"]), config["pointmaps"])
     latents = data | known("num_frames", "window_stride", "pad_short", "cell_height", "cell_width")
     latents |= {"views": view_names(config["views"]), "vae": weights_identity(config["model"], "vae")}
     latents |= known("vae_dtype", "cache_dtype")
     box = known("workspace_box") if config["workspace_box"] else known("workspace_box", "box_percentile")
+    box |= {"cameras": cameras} if cameras else {}
     text = data | {"text_encoder": weights_identity(config["model"], "text_encoder", "tokenizer")}
     text |= known("max_text_tokens", "negative_prompt", "text_dtype", "cache_dtype")
 
@@ -334,6 +346,42 @@ def content_hash(paths, num_blocks=64, block_size=1 << 16):
                 file.seek(offset)
                 digest.update(file.read(block_size))
     return digest.hexdigest()[:16]
+
+
+def small_content(path, views, pointmaps):
+    """(hash of mask/, hash of each demo's first and last K and E, "" without pointmaps) of a recording.
+
+    content_hash takes samples of a large file: an edit in place of what is small would escape it.
+    """
+    digest = hashlib.sha256()
+    try:
+        with h5py.File(path, "r") as file:
+            masks = {split: mask_names(mask) for split, mask in file.get("mask", {}).items()}
+            for demo in file["data"] if pointmaps else ():
+                for name in [f"{view}_{kind}" for view in views for kind in ("intrinsics", "extrinsics")]:
+                    array = file["data"][demo]["obs"].get(name)  # demos outside the splits may lack it
+                    if array is not None and len(array):
+                        digest.update(f"{demo} {name} {array.shape}".encode())
+                        digest.update(array[0].tobytes() + array[-1].tobytes())
+    except OSError as error:
+        raise UserError(f"data={path}: a camera is damaged ({_first_line(error)}): copy the file again") from None
+    masks = hashlib.sha256(json.dumps(masks, sort_keys=True).encode())
+    return masks.hexdigest()[:16], digest.hexdigest()[:16] if pointmaps else ""
+
+
+def contents(config, *names):
+    """{"content of model": hash, ...} of the files and folders that settings name, "" for hub ids and what isn't set.
+
+    A resumed run wants what it began with, not just what has the same name now.
+    """
+    found = {}
+    for name in names:
+        path, files = Path(config[name]), []
+        if config[name] and path.exists():
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            files = [file for file in files if file == path or file.suffix in (".safetensors", ".json")]
+        found[f"content of {name}"] = content_hash(files) if files else ""
+    return found
 
 
 def weights_identity(model, *parts):
@@ -408,7 +456,8 @@ class LatentCache:
 
         windows = [Window(*window) for window in index["rgb"]["windows"]]
         self.train = [window for window in windows if window.split == "train"]
-        self.val = [window for window in windows if window.split == "val"]
+        val = [window for window in windows if window.split == "val"]
+        self.val = sorted(val, key=lambda window: window.start)  # the first few are of as many demos as there are
         self.skipped = [tuple(demo) for demo in index["rgb"]["skipped"]]
         self.box = index["pointmap"]["box"] if config["pointmaps"] else None
         self.floor_mm = index["pointmap"]["floor_mm"] if config["pointmaps"] else None

@@ -196,6 +196,19 @@ def encode_text(tokenizer, text_encoder, prompts, max_text_tokens):
     return torch.cat(embeddings)
 
 
+def text_warnings(tokenizer, text_encoder, prompts, max_text_tokens):
+    """Lines that tell where max_text_tokens cuts prompts, or isn't what the released models were trained with."""
+    if text_encoder == "random":
+        return
+    lengths = [len(ids) for ids in tokenizer([prompt_clean(prompt) for prompt in prompts]).input_ids]
+    cut = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length > max_text_tokens]
+    if cut:
+        yield (f"warning    {len(cut)} of {len(prompts)} prompts have more than max_text_tokens={max_text_tokens} "
+               f"tokens and are cut, the longest has {max(lengths)}: {cut[0][:60]!r}")  # fmt: skip
+    if text_encoder.config.d_model == 4096 and max_text_tokens != 512:
+        yield f"warning    max_text_tokens={max_text_tokens}: the released models were trained with 512"
+
+
 def random_embedding(prompt, max_text_tokens):
     """Normal numbers max_text_tokens d drawn from the prompt's hash: as many tokens as words + 1, the rest zero."""
     seed = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:7], "big")

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from configurator import UserError, release_out_dirs, remove_folder, replace_folder
+from configurator import UserError, release_folders, remove_folder, replace_folder
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
@@ -92,7 +92,7 @@ def barrier():
 def cleanup():
     """End a run: leave the process group, all ranks together, as one that ends early can take its peers' connections
     with it, and let others write into out_dir."""
-    release_out_dirs()
+    release_folders()
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()

@@ -99,9 +99,15 @@ def describe(model, boundary_ratio=0.0):
     return Wan(model, kind, names, boundary if num_experts == 2 else None, dict(config))
 
 
+def check_guidance(wan, guidance_scale, guidance_scale_2):
+    """UserError where two experts are guided and the low-noise one's scale isn't set: 0."""
+    if "low" in wan.expert_names and guidance_scale != 1 and not guidance_scale_2:
+        raise UserError("guidance_scale_2=0: two experts want the low-noise expert's guidance too, e.g. 3.5")
+
+
 def kind_of(model):
     """-> "i2v" | "ti2v" | "t2v", from the checkpoint's JSON files."""
-    return describe(model).kind
+    return describe(model, boundary_ratio=0.5).kind  # whatever the boundary, which training may be given
 
 
 def load_transformer(wan, expert, device, dtype, seed=0):

@@ -7,6 +7,7 @@ python plot.py --mean=seeds.png out/grpo_0 out/grpo_1 out/grpo_2    # held-out n
 import json
 import math
 import sys
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -188,12 +189,17 @@ def draw_mean(path, runs, prefixes=("eval/", "val_loss/")):
         series = [_series(rows, key) for rows in logs]
         for steps, values in series:
             axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1)
-        length = min(values.size for _, values in series)
-        together = np.stack([values[:length] for _, values in series])
-        axes.plot(series[0][0][:length], together.mean(0), color="tab:blue", linewidth=2.5, marker="o", markersize=3)
+        shared = reduce(np.intersect1d, [steps for steps, _ in series])
+        if not len(shared):
+            sys.exit(f"error: {', '.join(map(str, runs))}: got no step at which all of them have {key}")
+        together = np.stack([values[np.searchsorted(steps, shared)] for steps, values in series])
+        axes.plot(shared, together.mean(0), color="tab:blue", linewidth=2.5, marker="o", markersize=3)
         first, last = (f"{ends.mean():.3f} +- {ends.std():.3f}" for ends in (together[:, 0], together[:, -1]))
         print(f"{key}: {first} -> {last}, {len(runs)} runs")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {path}: {error}: want a picture in a folder that is there, as in out/mean.png")
     return path
 
 

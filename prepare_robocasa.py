@@ -29,7 +29,7 @@ import encoders
 import fsdp
 import geometry
 import video
-from configurator import UserError, check_values, configure
+from configurator import UserError, check_values, configure, hold_folder
 from data import (
     LatentCache,
     RobotDemos,
@@ -100,6 +100,8 @@ def sample_points(demos, num_samples=100):
 
 def make_box(demos):
     """-> (workspace box x0 y0 z0 x1 y1 z1 in metres, given or percentiles; a line that says so)."""
+    if not 0 <= box_percentile < 50:
+        raise UserError(f"box_percentile={box_percentile}: want 0 to below 50")
     points = sample_points(demos)
     if workspace_box:
         box, source = parse_box(workspace_box), "given"
@@ -115,8 +117,13 @@ def make_box(demos):
 
 
 def frames_to_check(demos):
-    """-> (up to 8 clips of whole demos, {view: images n h w 3}, {view: camera arrays}): five frames a clip or so."""
+    """-> (up to 8 clips of whole demos, {view: images n h w 3}, {view: camera arrays}): five frames a clip or so.
+
+    Of demos whose images have the first one's size.
+    """
     clips = [Window(demo, 0, demos.num_frames[demo], split) for demo, split in demos.splits.items()]
+    sizes = [[demos.file[f"data/{clip.demo}/obs/{view}_image"].shape[1:] for view in demos.views] for clip in clips]
+    clips = [clip for clip, size in zip(clips, sizes, strict=True) if size == sizes[0]]
     clips = [clips[i] for i in np.linspace(0, len(clips) - 1, min(8, len(clips)), dtype=int)]
     spaced = lambda array: array[:: max(len(array) // 4, 1)]  # noqa: E731
     images, cameras = {}, {}
@@ -194,8 +201,6 @@ with fsdp.all_ranks_agree():
         raise UserError(f"parts={parts}: {unknown.pop()!r} is none of {', '.join(PARTS)}")
     check_values(config, at_least=dict(window_stride=1, encode_batch=1, max_text_tokens=1),
                  one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))  # fmt: skip
-    if not 0 <= box_percentile < 50:
-        raise UserError(f"box_percentile={box_percentile}: want 0 to below 50")
     kind = kind_of(model)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, cell_height, cell_width, stride)
@@ -253,6 +258,8 @@ if rank == 0:
     if demos.skipped:
         names = ", ".join(f"{demo} ({frames})" for demo, frames in demos.skipped)
         print(f"skipped {len(demos.skipped)} demos of fewer than {num_frames} frames: {names}")
+    if demos.num_uncovered:
+        print(f"{demos.num_uncovered} frames at the ends of demos are in no window: window_stride divides so")
     if pointmaps:
         print(box_line)
 
@@ -267,7 +274,10 @@ with fsdp.all_ranks_agree():
         if todo.get("condition/text"):
             tokenizer, text_encoder = encoders.load_text_encoder(model, device, DTYPES[text_dtype])
             text = encoders.encode_text(tokenizer, text_encoder, prompts, max_text_tokens)  # prompts n d
+            for line in encoders.text_warnings(tokenizer, text_encoder, prompts, max_text_tokens):
+                print(line)
             del tokenizer, text_encoder
+        hold_folder(cache_dir, "cache_dir")
         for unit in todo:
             # The fingerprint goes last, so that a kill in between leaves a unit that is still known to be stale.
             patterns = ("*.tmp*", "index.json", "*.safetensors", "fingerprint.json") if unit in rebuild else ("*.tmp*",)

@@ -23,7 +23,7 @@ class Prompts:
         self.path, self.height, self.width, self.needs_image = Path(path), height, width, needs_image
         self.prompts, self.metadata, self.lines = [], [], []
         try:
-            lines = self.path.read_text(encoding="utf-8-sig").splitlines()  # with a BOM or without
+            lines = self.path.read_text(encoding="utf-8-sig").split("\n")  # with a BOM or without
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: got {error}, want a file of JSON lines in UTF-8") from None
         opened = set()

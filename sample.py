@@ -12,7 +12,7 @@ import os
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 import data as robot_data
 import encoders
@@ -48,7 +48,7 @@ boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
 shift = 5.0  # of the noise levels
 num_inference_steps = 50  # of the sampler
 guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
-guidance_scale_2 = 1.0  # of the low-noise expert
+guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two experts with guidance
 max_text_tokens = 16  # tokens; 512 for the released models
 clamp_first_frame = True  # t2v only: give the first latent frame clean
 seed = 0  # of the noise
@@ -65,6 +65,8 @@ with fsdp.all_ranks_agree():
     check_values(config, at_least=dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01),
                  one_of=dict(dtype=("float32", "bfloat16")))  # fmt: skip
     wan.dtype = getattr(torch, dtype)
+    wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
+    guidance_scale_2 = guidance_scale_2 or guidance_scale
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     if lora and checkpoint:
@@ -108,7 +110,7 @@ with fsdp.all_ranks_agree():
         truth, valid = {}, {}
         for i, path in enumerate(images.split(",")):
             try:
-                pixels = np.array(Image.open(path.strip()).convert("RGB"))
+                pixels = np.array(ImageOps.exif_transpose(Image.open(path.strip())).convert("RGB"))
             except OSError as error:
                 raise UserError(f"images={path}: {error}") from None
             truth["rgb", str(i)] = robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)  # 3 1 h w
@@ -134,6 +136,9 @@ if wan.kind != "t2v" or clamp_first_frame:
 tokenizer, text_encoder = encoders.load_text_encoder(model, device)
 text = encoders.encode_text(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens).to(device)
 text, negative = text.split(1)  # 1 n d each
+if rank == 0:
+    for line in encoders.text_warnings(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens):
+        print(line)
 del tokenizer, text_encoder
 
 # ----------------------------------------------------------------------------- model

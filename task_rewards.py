@@ -96,7 +96,9 @@ def ball_success(videos, prompts, metadata):
 def views(videos, prompts, metadata):
     """Minus the median distance, mm, between what a pixel says and what the other view says of the same place.
 
-    videos are HCPT grids decoded cell by cell: the RGB row above the pointmap row, a column a view. Wanted of metadata:
+    videos are HCPT grids: the RGB row above the pointmap row, a column a view. Each cell is to be decoded by itself, as
+    validate.decode_cells does: train_grpo.py decodes a video as one picture of 8 bits, which blurs the seams and rounds
+    points to a 255th of the box. Wanted of metadata:
       "box"      x0 y0 z0 x1 y1 z1 metres, that -1..1 of a pointmap spans (LatentCache.box)
       "cameras"  a dict a view, left to right: "intrinsics" 3 3 and "extrinsics" 4 4 (camera to world), standing still,
                  and "size" [h, w], the image size that the intrinsics speak of

@@ -284,6 +284,8 @@ def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0):
 def main():
     if num_demos < 10 or not 0 <= agreement <= 1:
         raise UserError(f"num_demos={num_demos} agreement={agreement}: want at least 10, and a share from 0 to 1")
+    if seed < 0:
+        raise UserError(f"seed={seed}: want at least 0")
     transformers.logging.set_verbosity_error()  # it would tell that torchvision is missing, which nothing here needs
     transformers.logging.disable_progress_bar()
     folder = Path(out)

@@ -36,8 +36,8 @@ import reward
 import rollout as wan_rollout
 import sglang_client
 import validate
-from configurator import UserError, configure, hold_out_dir, save_config
-from data import check_sizes
+from configurator import UserError, configure, hold_folder, save_config
+from data import check_sizes, contents
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
 
@@ -72,7 +72,7 @@ noise_level = 0.7  # of the stochastic steps
 num_sde_steps = 2  # steps in a row that are stochastic and trained; the others are ODE steps
 sde_window = (0, 5)  # first and last+1 step they may be, drawn once an iteration for all
 guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
-guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two experts
+guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two experts with guidance
 cfg_batched = False  # both passes of guidance as one batch
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
 decode_batch = 72  # videos decoded at a time
@@ -168,8 +168,7 @@ with fsdp.all_ranks_agree():
     num_trained = wan_model.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
-    if "low" in wan.expert_names and not guidance_scale_2:
-        raise UserError("guidance_scale_2=0: two experts want the low-noise expert's guidance too, e.g. 3.5")
+    wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2 or guidance_scale,
                     cfg_batched=cfg_batched)  # fmt: skip
     if (guidance_scale != 1 or guidance["guidance_scale_2"] != 1) and not negative_prompt:
@@ -180,8 +179,9 @@ with fsdp.all_ranks_agree():
     weights = reward.parse_rewards(rewards)
     checkpoint = fsdp.checkpoint_to_resume(out_dir, resume)
     meta = fsdp.read_meta(checkpoint) if checkpoint else None
+    begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
     if meta:
-        changed = fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
+        changed = fsdp.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
 
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
@@ -212,7 +212,7 @@ with fsdp.all_ranks_agree():
     all_rewards = reward.load_rewards(dict(weights + more).items(), device, **options)  # name -> reward
     train_rewards = {name: all_rewards[name] for name, _ in weights}
     if is_main:
-        hold_out_dir(out_dir)  # a job submitted twice must not touch the servers of the first
+        hold_folder(out_dir)  # a job submitted twice must not touch the servers of the first
 server = None
 if rollout == "sglang":  # text encoder and VAE are the server's
     with fsdp.all_ranks_agree():
@@ -222,6 +222,8 @@ if rollout == "sglang":  # text encoder and VAE are the server's
 else:
     tokenizer, text_encoder = encoders.load_text_encoder(model, device)
     distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, negative_prompt})
+    for line in encoders.text_warnings(tokenizer, text_encoder, distinct, max_text_tokens):
+        say(line)
     text_of = {}  # prompt -> its own tokens, n d: the zeros after them would be 4 MB a prompt
     for prompt in tqdm(distinct, desc="text", leave=False, disable=None if is_main else True):
         embedding = encoders.encode_text(tokenizer, text_encoder, [prompt], max_text_tokens)[0].cpu()
@@ -567,7 +569,7 @@ def save(iteration):
     if iteration == saved_iteration:
         return  # nothing was trained since
     saved_iteration = iteration
-    state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=config)
+    state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=begun_with)
     fsdp.save_checkpoint(out_dir, iteration, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
         export()

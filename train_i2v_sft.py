@@ -14,7 +14,7 @@ The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the R
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -80,7 +80,7 @@ val_sigmas = 4  # noise levels an expert, the mid-points of bins of equal probab
 num_val_videos = 2  # held-out clips generated in full; 0: none
 num_inference_steps = 50  # of the sampler
 guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
-guidance_scale_2 = 1.0  # of the low-noise expert
+guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two experts with guidance
 fps = 8  # frames a second of the videos written
 # system
 device = "auto"  # "auto" | "cpu" | "cuda"
@@ -127,6 +127,7 @@ with fsdp.all_ranks_agree():
         raise UserError(f"grad_clip={grad_clip}: want more than 0")
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
+    wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):
         raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
                         + ("" if "single" in wan.expert_names else ", high or low"))  # fmt: skip
@@ -147,8 +148,9 @@ with fsdp.all_ranks_agree():
     flops = wan_model.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
     checkpoint = None if dry_run else fsdp.checkpoint_to_resume(out_dir, resume)
     meta = fsdp.read_meta(checkpoint) if checkpoint else None
+    begun_with = config | robot_data.contents(config, "model", "init_lora", "data")
     if meta:
-        changed = fsdp.check_same_config(checkpoint, meta["config"], config, MAY_CHANGE)
+        changed = fsdp.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
         if meta["global_batch"] != global_batch:
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
                             "keep ranks x batch_size x grad_accum")  # fmt: skip
@@ -161,7 +163,7 @@ parameters_each = wan_model.count_parameters(wan.config)
 say(f"model      {model}: {wan.kind}, {len(shares)} x {parameters_each:,} parameters{boundary or ''}, shift {shift:g}")
 say(f"experts    {', '.join(f'{name} {share:.1%} of the steps' for name, share in shares.items())}; trained: {experts}")
 say(f"validation {num_inference_steps} steps, guidance_scale {guidance_scale:g} (high), "
-    f"guidance_scale_2 {guidance_scale_2:g} (low)")  # fmt: skip
+    f"guidance_scale_2 {guidance_scale_2 or guidance_scale:g} (low)")  # fmt: skip
 say(f"grid       {' over '.join(modalities)} x {len(demos.views)} views, latents {latent_shape}, "
     f"{tokens:,} tokens a clip")  # fmt: skip
 say(f"data       {num_train} training windows of {num_frames} frames, {len(windows) - num_train} held out, "
@@ -225,7 +227,7 @@ say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
                               fused=device.type == "cuda")  # fmt: skip
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
-start_step = skipped_steps = 0
+start_step = skipped_steps = saved_step = 0
 
 
 def lr_at(step):
@@ -240,6 +242,7 @@ if checkpoint:
     saved = fsdp.saved_names(checkpoint)
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, saved))
     start_step, skipped_steps = meta["step"], meta["skipped_steps"]
+    saved_step = start_step
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
     say(f"changed    {changed}")
     if start_step >= max_steps:
@@ -277,10 +280,26 @@ def export():
         wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
 
 
+@contextmanager
+def saving(step):
+    """Where the inside fails, all ranks save what was trained before they stop."""
+    try:
+        yield
+    except (UserError, SystemExit):
+        if step > start_step:  # else it is where this run began
+            save(step)
+            say(f"saved      {out_dir}/ckpt/step_{step:06d}: the same command resumes")
+        raise
+
+
 def save(step):
-    """A checkpoint to resume from and, with LoRA, the export."""
+    """A checkpoint to resume from and, with LoRA, the export; once a step."""
+    global saved_step
+    if step == saved_step:
+        return
+    saved_step = step
     state = dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
-                 world_size=world_size, config=config)  # fmt: skip
+                 world_size=world_size, config=begun_with)  # fmt: skip
     fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
         export()
@@ -305,7 +324,8 @@ for step in range(start_step, max_steps):
     sample_losses, step_sigma, loading = {}, 0.0, 0.0  # the first by position in the global batch
     for micro in range(grad_accum):
         waited = time.time()
-        samples = next_clips.result()
+        with saving(step), fsdp.all_ranks_agree():  # where a file of the cache can't be read
+            samples = next_clips.result()
         next_clips = reader.submit(read_clips, step * grad_accum + micro + 1)
         loading += time.time() - waited
         latents, condition, text = robot_data.collate(samples, cache.text, device, validate.gives_frame(wan, config))

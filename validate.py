@@ -134,20 +134,21 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     """Generate num_val_videos whole clips at training resolution, write them beside the truth, score them.
 
     samples/step_000120.mp4 (generated left, recorded right) and .png (given frame, generated, recorded), _1, _2, ...
-    for further clips -> {"psnr", "ssim"[, "point_mm", "point_median_mm", "point_floor_mm"]}, means over the clips.
+    for further clips -> {"psnr", "ssim"[, "point_mm", "point_median_mm"]}, means over the clips, and the VAE's
+    own round trip of points: "point_floor_mm", "point_floor_median_mm".
     """
     windows = cache.val[: config["num_val_videos"]]
     vae = encoders.load_vae(config["model"], device)
     sigmas = rollout.sigma_grid(config["num_inference_steps"], config["shift"])
     negative = cache.text[cache.negative_index][None].to(device)
+    guidance = config["guidance_scale"], config["guidance_scale_2"] or config["guidance_scale"]
     totals = {}
     for item, weight in zip(*share_out(len(windows), rank, world_size), strict=True):
         samples = [cache.sample(windows[item])]
         latents, condition, text = robot_data.collate(samples, cache.text, device, gives_frame(wan, config))
         noise = rollout.randn(latents.shape[1:], config["seed"], VALIDATION, item)[None].to(device)
         label = "validation video" if rank == 0 else None
-        generated, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, config["guidance_scale"],
-                                      config["guidance_scale_2"], progress=label)  # fmt: skip
+        generated, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, *guidance, progress=label)
         if not weight:
             continue
         cells = decode_cells(vae, generated[0], cache.modalities, cache.views)
@@ -164,7 +165,7 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     means = [total / len(windows) for total in fsdp.reduce_sum([totals.get(name, 0.0) for name in names])]
     result = dict(zip(names, means, strict=True))
     if cache.box is not None:
-        result["point_floor_mm"] = cache.floor_mm["mean"]
+        result["point_floor_mm"], result["point_floor_median_mm"] = cache.floor_mm["mean"], cache.floor_mm["median"]
     return result
 
 

@@ -1,5 +1,5 @@
 # Four steps of the robot recipe with pointmaps at full size, one clip a step, then a validation video of 50 steps:
-# does it fit, how long does a step take? One H200: below 130 GB. Needs no second GPU.
+# does it fit, how long does a step take? One H200: below 130 GiB. Needs no second GPU.
 model = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
 data = "demo.hdf5"
 cache_dir = "out/cache_robocasa"

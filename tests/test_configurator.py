@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configurator import UserError, check_values, release_out_dirs, save_config
+from configurator import UserError, check_values, release_folders, save_config
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = '''"""Trains nothing, é.
@@ -202,6 +202,12 @@ def test_a_full_gpu_is_one_line(tmp_path, said):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_rank_whose_neighbour_ended_says_no_more_than_that(tmp_path):
+    said = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4660"
+    done = launch(tmp_path, source=SCRIPT + f"raise RuntimeError({said!r})\n")
+    assert (done.returncode, done.stderr) == (1, "error: another rank ended: its message says why\n")
+
+
 def test_interrupt_is_one_line(tmp_path):
     result = launch(tmp_path, source=SCRIPT + "raise KeyboardInterrupt\n")
     assert result.returncode in (-signal.SIGINT, 130)
@@ -241,7 +247,7 @@ def test_save_config(tmp_path):
 
 
 def test_an_out_dir_is_one_runs(tmp_path):
-    holder = "import sys, configurator as c; c.hold_out_dir(sys.argv[1]); print('held', flush=True); input()"
+    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
     command = [sys.executable, "-c", holder, str(tmp_path)]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
@@ -252,7 +258,7 @@ def test_an_out_dir_is_one_runs(tmp_path):
         other.kill()  # whatever ends a run lets go of it
     save_config(tmp_path, DEFAULTS)
     save_config(tmp_path, DEFAULTS)  # this process may come again
-    release_out_dirs()
+    release_folders()
     with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
         assert other.stdout.readline() == b"held\n"
         other.kill()

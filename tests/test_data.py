@@ -188,6 +188,13 @@ def test_nan_depth_is_an_error_and_unknown_depth_is_masked(edit):
         assert np.argwhere(~valid).tolist() == [[4, 10, 20]]
 
 
+def test_a_camera_that_sees_nothing_is_an_error(edit):
+    """A matrix of zeros has no inverse."""
+    path = edit(lambda file: replace(file, f"data/demo_3/obs/{LEFT}_intrinsics", lambda K: 0 * K))
+    with pytest.raises(UserError, match=rf"demo_3/{LEFT}_intrinsics: got \[\[0.0, .*, want focal lengths above 0"):
+        RobotDemos(path, VIEWS, pointmaps=True).points(Window("demo_3", 0, 5, ""), LEFT, 5)
+
+
 def test_no_windows_left(recording):
     with pytest.raises(UserError, match="num_frames=9: no train windows left, the longest train demo has 8 frames"):
         RobotDemos(recording, VIEWS).windows(9, 1)

@@ -101,6 +101,18 @@ def test_text_equals_the_pipeline(text_folder, dtype):
     assert embeddings[1, 1:].abs().max() == 0  # the empty prompt is </s> alone
 
 
+def test_prompts_that_are_cut_are_counted(text_folder):
+    tokenizer, text_encoder = encoders.load_text_encoder(text_folder)
+    prompts = ["a red ball", "a red ball moves left " * 3]
+    assert not list(encoders.text_warnings(tokenizer, text_encoder, prompts, 16))  # the second is 15 words and </s>
+    (line,) = encoders.text_warnings(tokenizer, text_encoder, prompts, 15)
+    assert "1 of 2 prompts have more than max_text_tokens=15 tokens and are cut, the longest has 16: 'a red" in line
+    text_encoder.config.d_model = 4096  # as in the released models
+    assert ["max_text_tokens=16: the released models" in line
+            for line in encoders.text_warnings(tokenizer, text_encoder, prompts, 16)] == [True]  # fmt: skip
+    assert not list(encoders.text_warnings(tokenizer, text_encoder, prompts, 512))
+
+
 def test_text_leaves_the_device_batch_by_batch(text_folder, monkeypatch):
     tokenizer, text_encoder = encoders.load_text_encoder(text_folder)
     moved, cpu = [], torch.Tensor.cpu

@@ -817,7 +817,7 @@ def test_bad_input_is_one_line(world, tmp_path, monkeypatch):
         (dict(eval_rewards="beauty"), "eval_rewards=beauty: got 'beauty'"),
         (dict(rewards="http://127.0.0.1:9/score:1.0"), "reward http://127.0.0.1:9/score: "),
         (dict(guidance_scale=3.0), "guidance wants a negative prompt"),
-        (paths(world, "i2v") | dict(guidance_scale_2=0), "guidance_scale_2=0: two experts want the low-noise"),
+        (paths(world, "i2v") | GUIDED | dict(guidance_scale_2=0), "guidance_scale_2=0: two experts want the low-noise"),
         (dict(model=tmp_path / "none"), "none: no such folder"),
         (dict(height=20), "height=20: want a multiple of 8 (16 or 24)"),
         (dict(num_frames=6), "num_frames=6: want 4n+1 (5 or 9)"),

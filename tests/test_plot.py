@@ -134,6 +134,21 @@ def test_mean_of_several_runs(tmp_path, capsys):
     assert capsys.readouterr().out == "eval/ball: 0.300 +- 0.000 -> 0.700 +- 0.100, 2 runs\n"
 
 
+def test_a_mean_is_over_the_same_steps_of_all_runs(tmp_path, capsys):
+    for run, steps in (("a", (0, 25, 50, 75, 100)), ("b", (0, 50, 100)), ("c", (1, 2))):
+        (tmp_path / run).mkdir()
+        rows = [{"step": step, "eval/ball": step / 100} for step in steps]
+        (tmp_path / run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot.draw_mean(tmp_path / "mean.png", [tmp_path / "a", tmp_path / "b"])
+    assert capsys.readouterr().out == "eval/ball: 0.000 +- 0.000 -> 1.000 +- 0.000, 2 runs\n"
+    for path, others, words in [
+        ("mean.png", "ac", "got no step at which all of them have eval/ball"),
+        ("nowhere/mean.png", "ab", "nowhere/mean.png: "), ("mean.xyz", "ab", "mean.xyz: "),
+    ]:  # fmt: skip
+        with pytest.raises(SystemExit, match=words):
+            plot.draw_mean(tmp_path / path, [tmp_path / run for run in others])
+
+
 def test_log_drops_what_comes_after_the_step_a_run_resumes_from(tmp_path):
     log = plot.MetricsLog(tmp_path)
     for step in (1, 2, 3):

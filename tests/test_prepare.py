@@ -53,7 +53,8 @@ def prepare(world, tmp_path, monkeypatch):
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def trainer_settings(config, **changes):
@@ -216,6 +217,50 @@ def test_another_recording_or_vae_makes_the_cache_stale(world, prepare, tmp_path
         LatentCache(trainer_settings(config, workspace_box="0,0,0,1,1,1"), "i2v")
 
 
+def test_what_is_small_is_compared_whole(world, prepare, tmp_path, monkeypatch):
+    """Of a large recording only samples are: an edit in place of a camera or of the split would fall between them."""
+    monkeypatch.setattr("data.content_hash", lambda paths: "the same samples")
+    config = prepare(pointmaps=True)["config"]
+    recording = tmp_path / "robot.hdf5"
+    trainer = trainer_settings(config, data=str(recording))
+
+    def edited(change):
+        shutil.copy(world / "robot.hdf5", recording)
+        with h5py.File(recording, "r+") as file:
+            change(file)
+        return recording
+
+    def move(file):  # one camera of one demo by 10 cm
+        file[f"data/demo_9/obs/{RIGHT}_extrinsics"][:, 0, 3] += 0.1
+
+    edited(move)
+    LatentCache(trainer | {"pointmaps": False}, "i2v")  # which RGB doesn't see
+    with pytest.raises(UserError, match="pointmap is stale: cameras was"):
+        LatentCache(trainer, "i2v")
+    edited(lambda file: file["mask/valid"].write_direct(np.array([b"demo_3"], dtype=file["mask/valid"].dtype)))
+    with pytest.raises(UserError, match="rgb is stale: masks was"):
+        LatentCache(trainer, "i2v")
+
+
+def test_held_out_windows_begin_with_one_of_each_demo(prepare):
+    result = prepare(val_split="", val_demos=3, window_stride=1)
+    cache = LatentCache(result["config"], "i2v")
+    assert len(cache.val) > 6 and {window.start for window in cache.val} >= {0, 1}
+    assert len({window.demo for window in cache.val[:3]}) == 3 and {window.start for window in cache.val[:3]} == {0}
+
+
+def test_a_cache_dir_is_one_preparations(prepare, tmp_path):
+    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", holder, tmp_path / "cache"], cwd=REPOSITORY, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as first:  # fmt: skip
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"cache_dir={tmp_path}/cache: another run is writing there"):
+            prepare()
+        assert not contents(tmp_path / "cache")
+        first.kill()
+    prepare()
+
+
 def test_a_damaged_file_is_named(prepare, tmp_path):
     config = prepare()["config"]
     path = tmp_path / "cache/rgb/demo_0_00000.safetensors"
@@ -243,6 +288,8 @@ def test_a_damaged_file_is_named(prepare, tmp_path):
         ({"window_stride": 0}, "window_stride=0: want at least 1"),
         ({"pointmaps": True, "workspace_box": "0,0,0,1,1"}, "workspace_box=0,0,0,1,1: want x0,y0,z0,x1,y1,z1"),
         ({"pointmaps": True, "workspace_box": "5,5,5,6,6,6"}, "holds none of the points, which span"),
+        ({"pointmaps": True, "box_percentile": 50.0}, "box_percentile=50.0: want 0 to below 50"),
+        ({"inspect": True, "box_percentile": 150.0}, "box_percentile=150.0: want 0 to below 50"),
         ({"cell_height": 2**24, "cell_width": 2**24}, "GB free: choose another disk, or cache_dtype=bfloat16"),
     ],
 )
@@ -276,9 +323,9 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(prepare, tmp_path, monke
     with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write .No space left on device.: free"):
         patch.setattr(Path, "write_bytes", fill_up)
         prepare()
-    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    files = contents(tmp_path / "cache")
     assert len(files) == 6
-    assert all(safetensors.torch.load_file(path) for path in files if path.suffix == ".safetensors")
+    assert all(safetensors.torch.load(file) for name, file in files.items() if name.endswith(".safetensors"))
     assert LatentCache(prepare()["config"], "i2v").train  # it continues
 
 

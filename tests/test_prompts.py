@@ -128,6 +128,13 @@ def test_a_byte_order_mark_is_no_mistake(folder):
     assert Prompts(path, 16, 16).prompts == ["ein Würfel"]
 
 
+def test_only_a_line_feed_ends_a_line(folder):
+    """JSON strings may hold other separators of lines as they are."""
+    path = write(folder, line("one\u2028two\x85three", "images/a.png"))
+    path.write_text(json.dumps(json.loads(path.read_text()), ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert Prompts(path, 16, 16).prompts == ["one\u2028two\x85three"]
+
+
 @pytest.mark.parametrize("num_prompts, size", [(10, 4), (7, 5), (6, 6), (9, 3), (8, 7), (5, 1), (2, 2), (90, 12)])
 def test_iterations_are_whole_epochs_without_repeats(num_prompts, size):
     num_epochs = 6 * size  # a whole number of iterations

@@ -399,7 +399,7 @@ def test_a_job_submitted_twice_leaves_the_first_ones_servers_alone(world, fakes,
     out, servers = tmp_path / "out", tmp_path / "out/sglang"
     servers.mkdir(parents=True)
     (servers / "node_0.url").write_text(fakes[0].url)  # what the first's ranks read
-    holder = "import sys, configurator as c; c.hold_out_dir(sys.argv[1]); print('held', flush=True); input()"
+    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", holder, out], cwd=REPOSITORY, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE) as first:  # fmt: skip
         assert first.stdout.readline() == b"held\n"

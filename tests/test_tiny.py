@@ -224,7 +224,8 @@ def test_text_tells_prompts_apart(world):
         assert len(tokens) == num_tokens and tokenizer.unk_token_id not in tokens and tokens[-1] == 1
 
 
-@pytest.mark.parametrize("setting, value", [("num_demos", 5), ("agreement", 1.5), ("out", "/dev/null/tiny")])
+@pytest.mark.parametrize("setting, value", [("num_demos", 5), ("agreement", 1.5), ("seed", -1),
+                                            ("out", "/dev/null/tiny")])  # fmt: skip
 def test_mistakes_are_one_line(monkeypatch, setting, value):
     monkeypatch.setattr(tiny, setting, value)
     with pytest.raises(UserError, match=f"{setting}={value}") as error:

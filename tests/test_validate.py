@@ -255,11 +255,11 @@ def test_videos_of_a_perfect_model_score_the_vaes_round_trip(world, checkpoints,
         psnr = np.mean([10 * math.log10(4 / error["rgb", view].square().mean()) for view in VIEWS])
         expected.append([psnr, distance.mean().item(), distance.median().item()])
     psnr, point_mm, point_median_mm = np.mean(expected, axis=0)
-    assert list(result) == ["psnr", "ssim", "point_mm", "point_median_mm", "point_floor_mm"]
+    assert list(result) == ["psnr", "ssim", "point_mm", "point_median_mm", "point_floor_mm", "point_floor_median_mm"]
     assert result["psnr"] == pytest.approx(psnr, abs=0.02) and result["psnr"] > 20
     assert result["point_mm"] == pytest.approx(point_mm, rel=1e-3)
     assert result["point_median_mm"] == pytest.approx(point_median_mm, rel=1e-3)
-    assert result["point_floor_mm"] == 1.5 and 0.5 < result["ssim"] < 1
+    assert result["point_floor_mm"] == 1.5 and result["point_floor_median_mm"] == 1.0 and 0.5 < result["ssim"] < 1
 
     names = {path.name for path in (tmp_path / "samples").iterdir()}
     assert names == {f"step_000120{suffix}.{kind}" for suffix in ("", "_1", "_2") for kind in ("mp4", "png")}
