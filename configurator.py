@@ -86,15 +86,19 @@ def check_values(config, at_least, one_of):
             raise UserError(f"{name}={config[name]}: want {', '.join(choices[:-1])} or {choices[-1]}")
 
 
+def first_line(error):
+    """What an error says, for a line about it."""
+    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+
+
 @contextmanager
 def user_errors(model, part):
     """Turn the many ways in which a folder or hub id can lack a part into one line."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"model={model}: can't load its {part}: want a diffusers folder (`python tiny.py` builds one) "
-                        f"or a hub id ({reason})") from error  # fmt: skip
+                        f"or a hub id ({first_line(error)})") from error  # fmt: skip
 
 
 def save_config(out_dir, config):

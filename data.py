@@ -1,34 +1,25 @@
-"""Robot demonstrations and their latent cache: everything between a RoboCasa HDF5 and a batch.
+"""Robot demonstrations: from a RoboCasa HDF5 to the cells that a VAE takes and the grid that the model sees.
 
     RobotDemos     HDF5 -> windows of frames, points in the world, instructions
     *_cell         one view of one modality as a VAE takes it: 3 f h w in -1..1
     *_cells        cells <-> grid: views are columns, modalities are rows (RGB above its pointmap)
-    LatentCache    what prepare_robocasa.py wrote, refused if made from anything else
-    batch_indices  the samples of a step, a pure function of (seed, step)
 
 Cameras are OpenCV's: x right, y down, z forward. K is in pixels whose centres lie at +0.5, E is camera-to-world,
 depth is in metres along the optical axis.
 """
 
-import errno
-import hashlib
 import json
 import os
 import re
-from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import h5py
 import numpy as np
-import safetensors.torch
 import torch
 import torch.nn.functional as F
-from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError
 
-from configurator import UserError
-from geometry import denormalise_points, normalise_points, unproject  # noqa: F401 (the first is for callers)
+from configurator import UserError, first_line
+from geometry import normalise_points, unproject
 
 # ----------------------------------------------------------------------------------------------------------------------
 # demonstrations
@@ -89,7 +80,7 @@ class RobotDemos:
             except OSError as error:
                 what = "a folder, want an HDF5 file" if os.path.isdir(self.path) else "no such file"
                 if os.path.isfile(self.path):
-                    what = f"not a whole HDF5 file ({_first_line(error)}): copy it again"
+                    what = f"not a whole HDF5 file ({first_line(error)}): copy it again"
                 raise UserError(f"data={self.path}: {what}") from None
         return self._file
 
@@ -189,7 +180,7 @@ class RobotDemos:
         try:
             frames = self.file[f"data/{window.demo}/obs/{name}"][window.start : window.start + window.length]
         except OSError as error:
-            damage = f"{window.demo}/{name} is damaged ({_first_line(error)})"
+            damage = f"{window.demo}/{name} is damaged ({first_line(error)})"
             raise UserError(f"data={self.path}: {damage}: copy the file again") from None
         held = num_frames - len(frames)
         return np.concatenate([frames, np.repeat(frames[-1:], held, 0)]) if held > 0 else frames[:num_frames]
@@ -227,10 +218,6 @@ class RobotDemos:
 def mask_names(mask):
     """The demos that a dataset of mask/ lists."""
     return [name.decode() if isinstance(name, bytes) else str(name) for name in mask[()]]
-
-
-def _first_line(error):
-    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,224 +285,3 @@ def check_sizes(num_frames, height, width, stride, names=("cell_height", "cell_w
     if (num_frames - 1) % stride[0] or num_frames < 1:
         below = max((num_frames - 1) // stride[0], 0) * stride[0] + 1
         raise UserError(f"num_frames={num_frames}: want {stride[0]}n+1 ({below} or {below + stride[0]})")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the latent cache: five units, each a folder with fingerprint.json (written first) and index.json (written last)
-#
-#   rgb/<key>.safetensors, pointmap/<key>.safetensors                        {view: z F h w}
-#   condition/rgb/<key>.safetensors, condition/pointmap/<key>.safetensors    {view: z F h w (z 1 h w: a frame alone)}
-#   condition/text/embeddings.safetensors                                    {text: prompts tokens width}
-
-
-def fingerprints(config, kind):
-    """{unit: {name: value}} of all that shapes the units these settings want; kind is "i2v" | "ti2v" | "t2v".
-
-    The trainer does not have prepare_robocasa.py's dtypes: what a config lacks is not compared.
-    """
-
-    def known(*names):
-        return {name: config[name] for name in names if name in config}
-
-    cameras, data = "", {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
-    if os.path.isfile(config["data"]):  # a LatentCache opens without the recordings too (the trainer wants them)
-        data["data_content"] = content_hash([Path(config["data"])])
-        data["masks"], cameras = small_content(config["data"], view_names(config["views"]), config["pointmaps"])
-    latents = data | known("num_frames", "window_stride", "pad_short", "cell_height", "cell_width")
-    latents |= {"views": view_names(config["views"]), "vae": weights_identity(config["model"], "vae")}
-    latents |= known("vae_dtype", "cache_dtype")
-    box = known("workspace_box") if config["workspace_box"] else known("workspace_box", "box_percentile")
-    box |= {"cameras": cameras} if cameras else {}
-    text = data | {"text_encoder": weights_identity(config["model"], "text_encoder", "tokenizer")}
-    text |= known("max_text_tokens", "negative_prompt", "text_dtype", "cache_dtype")
-
-    units = {"rgb": latents, "condition/rgb": latents | {"kind": kind}, "condition/text": text}
-    if config["pointmaps"]:
-        units |= {"pointmap": latents | box, "condition/pointmap": latents | box | {"kind": kind}}
-    return units
-
-
-def content_hash(paths, num_blocks=64, block_size=1 << 16):
-    """A cheap identity of files: names, sizes and 64 evenly spaced blocks of 64 KiB (everything, up to 4 MiB)."""
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with open(path, "rb") as file:
-            for offset in np.linspace(0, max(size - block_size, 0), num_blocks, dtype=int):
-                file.seek(offset)
-                digest.update(file.read(block_size))
-    return digest.hexdigest()[:16]
-
-
-def small_content(path, views, pointmaps):
-    """(hash of mask/, hash of each demo's first and last K and E, "" without pointmaps) of a recording.
-
-    content_hash takes samples of a large file: an edit in place of what is small would escape it.
-    """
-    digest = hashlib.sha256()
-    try:
-        with h5py.File(path, "r") as file:
-            masks = {split: mask_names(mask) for split, mask in file.get("mask", {}).items()}
-            for demo in file["data"] if pointmaps else ():
-                for name in [f"{view}_{kind}" for view in views for kind in ("intrinsics", "extrinsics")]:
-                    array = file["data"][demo]["obs"].get(name)  # demos outside the splits may lack it
-                    if array is not None and len(array):
-                        digest.update(f"{demo} {name} {array.shape}".encode())
-                        digest.update(array[0].tobytes() + array[-1].tobytes())
-    except OSError as error:
-        raise UserError(f"data={path}: a camera is damaged ({_first_line(error)}): copy the file again") from None
-    masks = hashlib.sha256(json.dumps(masks, sort_keys=True).encode())
-    return masks.hexdigest()[:16], digest.hexdigest()[:16] if pointmaps else ""
-
-
-def contents(config, *names):
-    """{"content of model": hash, ...} of the files and folders that settings name, "" for hub ids and what isn't set.
-
-    A resumed run wants what it began with, not just what has the same name now.
-    """
-    found = {}
-    for name in names:
-        path, files = Path(config[name]), []
-        if config[name] and path.exists():
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            files = [file for file in files if file == path or file.suffix in (".safetensors", ".json")]
-        found[f"content of {name}"] = content_hash(files) if files else ""
-    return found
-
-
-def weights_identity(model, *parts):
-    """What stands for parts of a checkpoint in a fingerprint: its files' content, a hub id's commit, "random:NAME"."""
-    if model.startswith("random:"):
-        return ":".join(model.split(":")[:2])  # random:NAME:num_layers
-    if os.path.isdir(model):
-        return content_hash(path for part in parts for path in sorted(Path(model, part).glob("*")) if path.is_file())
-    try:
-        config = Path(hf_hub_download(model, f"{parts[0]}/config.json"))  # .../snapshots/<commit>/<part>/config.json
-    except (OSError, ValueError) as error:
-        raise UserError(f"model={model}: want a diffusers folder or a hub id ({_first_line(error)})") from None
-    return f"{model}@{config.parent.parent.name}"
-
-
-def fingerprint_differences(folder, expected):
-    """None where the unit was never begun, else what differs: ["cell_height was 16, now 32", ...]."""
-    try:
-        stored = json.loads((folder / "fingerprint.json").read_text())
-    except FileNotFoundError:
-        return ["it has no fingerprint.json"] if any(folder.glob("*.safetensors")) else None
-    except ValueError:
-        return ["its fingerprint.json is damaged"]
-    changed = [name for name, value in expected.items() if stored.get(name) != value]
-    return [f"{name} was {stored.get(name)}, now {expected[name]}" for name in changed]
-
-
-def write_atomic(path, content):
-    """bytes -> path, whole or not at all; UserError where the disk is full or read-only."""
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space and run again: it continues" if full else "choose another folder"
-        raise UserError(f"{path}: cannot write ({error.strerror}): {remedy}") from None
-
-
-def write_tensors(path, tensors):
-    write_atomic(path, safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}))
-
-
-def write_json(path, value, indent=None):
-    write_atomic(path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode())
-
-
-def cached_box(cache_dir):
-    """The box of a cache's pointmaps, x0 y0 z0 x1 y1 z1 in metres; None where it holds no finished ones."""
-    try:
-        return json.loads(Path(cache_dir, "pointmap/index.json").read_text())["box"]
-    except (OSError, ValueError):
-        return None
-
-
-class LatentCache:
-    """The cache that prepare_robocasa.py made with these settings (the dict of a script) for a model of this kind.
-
-    .train, .val   lists of Window
-    .text          prompts n d, zero-padded after the encoder; .prompts their strings; .empty_index, .negative_index
-    .box           x0 y0 z0 x1 y1 z1, metres; .floor_mm {"median", "mean"} of the VAE round trip; None without pointmaps
-    .skipped       (demo, frames) of the demos that were too short
-    """
-
-    def __init__(self, config, kind):
-        self.root = Path(config["cache_dir"])
-        self.views = view_names(config["views"])
-        self.modalities = ["rgb", "pointmap"] if config["pointmaps"] else ["rgb"]
-        index = {unit: self._read_index(unit, expected) for unit, expected in fingerprints(config, kind).items()}
-
-        windows = [Window(*window) for window in index["rgb"]["windows"]]
-        self.train = [window for window in windows if window.split == "train"]
-        val = [window for window in windows if window.split == "val"]
-        self.val = sorted(val, key=lambda window: window.start)  # the first few are of as many demos as there are
-        self.skipped = [tuple(demo) for demo in index["rgb"]["skipped"]]
-        self.box = index["pointmap"]["box"] if config["pointmaps"] else None
-        self.floor_mm = index["pointmap"]["floor_mm"] if config["pointmaps"] else None
-        self.prompts = index["condition/text"]["prompts"]
-        self._prompt_of_demo = index["condition/text"]["prompt_of_demo"]
-        self.empty_index = self.prompts.index("")
-        self.negative_index = self.prompts.index(config["negative_prompt"])
-        self.text = self._load("condition/text", "embeddings")["text"]  # prompts n d
-
-    def _read_index(self, unit, expected):
-        differences = fingerprint_differences(self.root / unit, expected)
-        if differences:
-            raise UserError(f"{self.root / unit} is stale: {'; '.join(differences)}: prepare in another cache_dir, or "
-                            "replace it with --force=True")  # fmt: skip
-        try:
-            return json.loads((self.root / unit / "index.json").read_text())
-        except (OSError, ValueError):
-            state = "missing" if differences is None else "unfinished"
-            raise UserError(f"{self.root / unit} is {state}: run prepare_robocasa.py with the same settings") from None
-
-    def _load(self, unit, key):
-        path = self.root / unit / f"{key}.safetensors"
-        try:
-            return safetensors.torch.load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {_first_line(error)}: delete it and run prepare_robocasa.py again") from None
-
-    def _grid(self, prefix, window):
-        cells = {}
-        for modality in self.modalities:
-            tensors = self._load(prefix + modality, window.key)
-            cells |= {(modality, view): tensors[view].float() for view in self.views}
-        return join_cells(cells)
-
-    def sample(self, window):
-        """-> latents z F H W, condition z F H W (z 1 H W: the given frame alone), both float32; prompt_index."""
-        return {
-            "latents": self._grid("", window),
-            "condition": self._grid("condition/", window),
-            "prompt_index": self._prompt_of_demo[window.demo],
-        }
-
-
-def collate(samples, text, device, given=True):
-    """Samples of a LatentCache -> latents b z F H W, condition b z F H W (b z 1 H W; None unless given), text b n d."""
-    names = ("latents", "condition") if given else ("latents",)
-    batch = [torch.stack([sample[name] for sample in samples]).to(device, non_blocking=True) for name in names]
-    text = text[[sample["prompt_index"] for sample in samples]].to(device, non_blocking=True)
-    return batch[0], batch[1] if given else None, text
-
-
-@lru_cache(maxsize=4)
-def _permutation(num_samples, seed, epoch):
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
-
-
-def batch_indices(num_samples, batch_size, step, seed):
-    """The global batch of a step (a rank takes its slice): positions step * batch_size onwards of an endless stream of
-    epochs, each a permutation seeded by (seed, epoch). Nothing to store or to restore."""
-    positions = range(step * batch_size, (step + 1) * batch_size)
-    return [int(_permutation(num_samples, seed, at // num_samples)[at % num_samples]) for at in positions]

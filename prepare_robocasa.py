@@ -30,21 +30,9 @@ import fsdp
 import geometry
 import video
 from configurator import UserError, check_values, configure, hold_folder
-from data import (
-    LatentCache,
-    RobotDemos,
-    Window,
-    check_sizes,
-    fingerprint_differences,
-    fingerprints,
-    parse_box,
-    point_cell,
-    rgb_cell,
-    view_names,
-    write_json,
-    write_tensors,
-)
+from data import RobotDemos, Window, check_sizes, parse_box, point_cell, rgb_cell, view_names
 from geometry import denormalise_points, normalise_points
+from latent_cache import LatentCache, fingerprint_differences, fingerprints, write_json, write_tensors
 from model import kind_of
 
 # settings shared with train_i2v_sft.py: what shapes the cache

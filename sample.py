@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 import data as robot_data
 import encoders
 import fsdp
+import latent_cache
 import model as wan_model
 import rollout
 import validate
@@ -89,7 +90,7 @@ with fsdp.all_ranks_agree():
         if workspace_box:
             box = robot_data.parse_box(workspace_box)
         else:
-            box = meta.get("box") or (robot_data.cached_box(cache_dir) if cache_dir else None)
+            box = meta.get("box") or (latent_cache.cached_box(cache_dir) if cache_dir else None)
         if box is None or images:
             raise UserError("pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one, or the "
                             f"training's cache (got cache_dir={cache_dir!r})")  # fmt: skip

@@ -37,7 +37,8 @@ import rollout as wan_rollout
 import sglang_client
 import validate
 from configurator import UserError, configure, hold_folder, save_config
-from data import check_sizes, contents
+from data import check_sizes
+from latent_cache import contents
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
 

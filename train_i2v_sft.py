@@ -21,6 +21,7 @@ import torch
 import data as robot_data
 import encoders
 import fsdp
+import latent_cache
 import model as wan_model
 import rollout
 import validate
@@ -148,7 +149,7 @@ with fsdp.all_ranks_agree():
     flops = wan_model.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
     checkpoint = None if dry_run else fsdp.checkpoint_to_resume(out_dir, resume)
     meta = fsdp.read_meta(checkpoint) if checkpoint else None
-    begun_with = config | robot_data.contents(config, "model", "init_lora", "data")
+    begun_with = config | latent_cache.contents(config, "model", "init_lora", "data")
     if meta:
         changed = fsdp.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
         if meta["global_batch"] != global_batch:
@@ -185,7 +186,7 @@ if dry_run:
 
 # ----------------------------------------------------------------------------- data
 with fsdp.all_ranks_agree():
-    cache = robot_data.LatentCache(config, wan.kind)
+    cache = latent_cache.LatentCache(config, wan.kind)
     if is_main:
         save_config(out_dir, config)  # an out_dir that cannot be written is found here
 
@@ -202,7 +203,7 @@ kept = {}  # clips already read, by index
 def read_clips(micro_step):
     """This rank's clips of a micro-batch, counted from the first step: the data cursor is the step itself."""
     step, micro = divmod(micro_step, grad_accum)
-    batch = robot_data.batch_indices(len(cache.train), global_batch, step, seed)
+    batch = latent_cache.batch_indices(len(cache.train), global_batch, step, seed)
     indices = [batch[position] for position in rank_slice(micro)]
     clips = {i: kept[i] if i in kept else cache.sample(cache.train[i]) for i in indices}
     if keep_in_memory:
@@ -328,7 +329,7 @@ for step in range(start_step, max_steps):
             samples = next_clips.result()
         next_clips = reader.submit(read_clips, step * grad_accum + micro + 1)
         loading += time.time() - waited
-        latents, condition, text = robot_data.collate(samples, cache.text, device, validate.gives_frame(wan, config))
+        latents, condition, text = latent_cache.collate(samples, cache.text, device, validate.gives_frame(wan, config))
 
         # each sample's draws come from its own generator: (seed, step, position in the global batch)
         generators = [rollout.seeded("cpu", seed, step, position) for position in rank_slice(micro)]
@@ -360,7 +361,7 @@ for step in range(start_step, max_steps):
     bad_steps = 0 if finite else bad_steps + 1
     if not finite:
         bad = fsdp.reduce_sum([float(not math.isfinite(sample_losses.get(i, 0))) for i in range(global_batch)])
-        batch = robot_data.batch_indices(len(cache.train), global_batch, step, seed)
+        batch = latent_cache.batch_indices(len(cache.train), global_batch, step, seed)
         clips = ", ".join([cache.train[i].key for i, is_bad in zip(batch, bad, strict=True) if is_bad][:8]) or "no clip"
         say(f"step {step + 1}: loss {step_loss}, gradient norm {grad_norm}: skipped on all ranks; not finite: {clips}")
         with fsdp.all_ranks_agree():

@@ -14,10 +14,12 @@ from tqdm import tqdm
 import data as robot_data
 import encoders
 import fsdp
+import latent_cache
 import model as wan_model
 import reward
 import rollout
 import video
+from geometry import denormalise_points
 
 VALIDATION = 2**31  # keeps these draws apart from the training steps' in rollout.seeded
 
@@ -48,7 +50,7 @@ def held_out_loss(wan, cache, experts, config, rank, world_size, device):
             for start in range(0, len(items), size):
                 chosen = items[start : start + size]
                 samples = [cache.sample(windows[item]) for item in chosen]
-                latents, condition, text = robot_data.collate(samples, cache.text, device, gives_frame(wan, config))
+                latents, condition, text = latent_cache.collate(samples, cache.text, device, gives_frame(wan, config))
                 shape, seed = latents.shape[1:], config["seed"]
                 noise = torch.stack([rollout.randn(shape, seed, VALIDATION, item) for item in chosen])
                 error = velocity_error(wan, latents, noise.to(device), sigma.expand(len(chosen)), condition, text)
@@ -116,7 +118,7 @@ def scores(cells, truth, valid, box):
         distances = []
         for view, known in valid.items():
             got, want = (
-                robot_data.denormalise_points(c["pointmap", view].movedim(0, -1), box) for c in (cells, truth)
+                denormalise_points(c["pointmap", view].movedim(0, -1), box) for c in (cells, truth)
             )  # f h w 3
             distances.append(1000 * (got - want).norm(dim=-1)[1:][known[1:]])
         distances = torch.cat(distances)
@@ -145,7 +147,7 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     totals = {}
     for item, weight in zip(*share_out(len(windows), rank, world_size), strict=True):
         samples = [cache.sample(windows[item])]
-        latents, condition, text = robot_data.collate(samples, cache.text, device, gives_frame(wan, config))
+        latents, condition, text = latent_cache.collate(samples, cache.text, device, gives_frame(wan, config))
         noise = rollout.randn(latents.shape[1:], config["seed"], VALIDATION, item)[None].to(device)
         label = "validation video" if rank == 0 else None
         generated, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, *guidance, progress=label)

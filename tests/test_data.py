@@ -1,4 +1,4 @@
-"""data.py and geometry.py on small recordings: windows, errors, points in the world, cells, the order of samples."""
+"""data.py and geometry.py on small recordings: windows, errors, points in the world, cells."""
 
 import json
 import os
@@ -214,18 +214,11 @@ def test_sizes():
         data.check_sizes(81, 432, 216, (4, 8, 8), names=("height", "width"))
 
 
-def test_boxes(tmp_path):
+def test_boxes():
     assert data.parse_box("-1, 0,0.5,1,2,3") == [-1, 0, 0.5, 1, 2, 3]
     for text in ("0,0,0,1,1", "0,0,0,1,1,0", "0,0,0,1,1,x"):
         with pytest.raises(UserError, match=f"workspace_box={text}: want x0,y0,z0,x1,y1,z1"):
             data.parse_box(text)
-    index = tmp_path / "pointmap/index.json"
-    data.write_json(index, {"box": [0, 0, 0, 1, 1, 1]})
-    assert data.cached_box(tmp_path) == [0, 0, 0, 1, 1, 1]
-    index.write_text("{")
-    assert data.cached_box(tmp_path) is None
-    index.unlink()
-    assert data.cached_box(tmp_path) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ geometry
@@ -358,25 +351,3 @@ def test_grid():
     assert torch.equal(
         data.split_cells(grid[None], ("rgb", "pointmap"), VIEWS)["pointmap", LEFT], cells[names[2]][None]
     )
-
-
-# ------------------------------------------------------------------------------------------------ the order of samples
-
-
-def test_batches_are_a_pure_function_that_covers_each_epoch_once():
-    stream = [i for step in range(15) for i in data.batch_indices(10, 4, step, seed=3)]
-    for epoch in range(6):
-        assert sorted(stream[10 * epoch : 10 * epoch + 10]) == list(range(10))
-    assert stream[:10] != stream[10:20]
-    assert data.batch_indices(10, 4, 7, seed=3) == stream[28:32]
-    assert data.batch_indices(10, 4, 7, seed=4) != stream[28:32]
-    assert len(data.batch_indices(3, 8, 0, seed=0)) == 8
-
-
-def test_content_hash_sees_one_byte(tmp_path):
-    path = tmp_path / "x"
-    path.write_bytes(bytes(300_000))
-    before = data.content_hash([path])
-    assert data.content_hash([path]) == before
-    path.write_bytes(bytes(150_000) + b"1" + bytes(149_999))
-    assert data.content_hash([path]) != before

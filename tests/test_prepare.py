@@ -17,7 +17,8 @@ import torch
 import encoders
 import tiny
 from configurator import UserError
-from data import LatentCache, RobotDemos, Window, collate, join_cells, point_cell, rgb_cell
+from data import RobotDemos, Window, join_cells, point_cell, rgb_cell
+from latent_cache import LatentCache, collate
 
 REPOSITORY = Path(__file__).parents[1]
 LEFT, RIGHT = VIEWS = ["robot0_agentview_left", "robot0_agentview_right"]
@@ -219,7 +220,7 @@ def test_another_recording_or_vae_makes_the_cache_stale(world, prepare, tmp_path
 
 def test_what_is_small_is_compared_whole(world, prepare, tmp_path, monkeypatch):
     """Of a large recording only samples are: an edit in place of a camera or of the split would fall between them."""
-    monkeypatch.setattr("data.content_hash", lambda paths: "the same samples")
+    monkeypatch.setattr("latent_cache.content_hash", lambda paths: "the same samples")
     config = prepare(pointmaps=True)["config"]
     recording = tmp_path / "robot.hdf5"
     trainer = trainer_settings(config, data=str(recording))

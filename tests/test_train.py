@@ -24,6 +24,7 @@ import torch
 
 import data as robot_data
 import fsdp
+import latent_cache
 import rollout
 import tiny
 import validate
@@ -263,7 +264,7 @@ def test_what_the_loss_is_given(world, train, monkeypatch, tmp_path):
         assert cache.prompts[cache.empty_index] == "" and len(calls) > 2  # two steps, and validation behind them
         for step in (0, 1):
             latents, noise, sigma, condition, text = calls[step]
-            batch = robot_data.batch_indices(len(cache.train), 8, step, 0)
+            batch = latent_cache.batch_indices(len(cache.train), 8, step, 0)
             samples = [cache.sample(cache.train[index]) for index in batch]
             torch.testing.assert_close(latents, torch.stack([sample["latents"] for sample in samples]))
             torch.testing.assert_close(condition, torch.stack([sample["condition"] for sample in samples]))
@@ -298,7 +299,7 @@ def test_a_non_finite_step_is_skipped_and_several_end_the_run(world, train, tmp_
     cells["robot0_agentview_left"][3, 1, 2, 2] = float("nan")
     safetensors.torch.save_file(cells, file)
     poison = dict(cache_dir=tmp_path / "cache", keep_in_memory=False, save_interval=1, keep_last=0, num_val_videos=0)
-    batches = [robot_data.batch_indices(22, 4, step, 0) for step in range(8)]
+    batches = [latent_cache.batch_indices(22, 4, step, 0) for step in range(8)]
     bad = [step for step, batch in enumerate(batches) if 5 in batch]
     assert bad and len(bad) < 5  # max_bad_steps
     _, printed = train(**poison, batch_size=4, max_steps=8, eval_interval=0)
@@ -322,7 +323,7 @@ def test_a_file_that_cannot_be_read_later_loses_nothing(world, train, tmp_path):
     settings = SHORT | dict(cache_dir=tmp_path / "cache", keep_in_memory=False, save_interval=0, eval_interval=0,
                             batch_size=4, num_val_videos=0)  # fmt: skip
     cache = train(**settings | dict(max_steps=1, out_dir=tmp_path / "first"))[0]["cache"]
-    batches = [robot_data.batch_indices(len(cache.train), 4, step, 0) for step in range(6)]
+    batches = [latent_cache.batch_indices(len(cache.train), 4, step, 0) for step in range(6)]
     step, clip = next((step, i) for step in (3, 4) for i in batches[step] if not any(i in b for b in batches[:step]))
     path = tmp_path / f"cache/rgb/{cache.train[clip].key}.safetensors"
     whole = path.read_bytes()
