@@ -168,12 +168,12 @@ def replace_folder(temporary, final):
 
 
 def _show(kind, error, trace):
-    if issubclass(kind, UserError) or any(full in str(error) for full in DISK_FULL):
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-    elif any(full in str(error) for full in GPU_FULL):
+    if any(full in str(error) for full in GPU_FULL):
         reason = " ".join(str(error).split())[:160]
         print(f"error: the GPU's memory is full ({reason}): want more GPUs, a smaller batch, checkpointing=full or "
               "compile_blocks=True", file=sys.stderr)  # fmt: skip
+    elif issubclass(kind, UserError) or any(full in str(error) for full in DISK_FULL):
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
     elif issubclass(kind, RuntimeError) and any(gone in str(error) for gone in PEER_GONE):
         print("error: another rank ended: its message says why", file=sys.stderr)
     elif issubclass(kind, KeyboardInterrupt):

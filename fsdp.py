@@ -341,6 +341,7 @@ def check_same_config(checkpoint, saved, current, may_change):
     -> those that differ and may, for the user to see: "fps 8 -> 9, num_val_videos 2 -> 0", or "nothing".
     """
     current = json.loads(json.dumps(current))  # as saved: tuples are lists there
+    current = {name: value for name, value in current.items() if name in saved or not name.startswith("content of ")}
     changes = {name: f"{name} {saved.get(name)!r} -> {current.get(name)!r}"
                for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)}  # fmt: skip
     refused = ", ".join(change for name, change in changes.items() if name not in may_change)

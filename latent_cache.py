@@ -74,10 +74,11 @@ def small_content(path, views, pointmaps):
     digest = hashlib.sha256()
     try:
         with h5py.File(path, "r") as file:
-            masks = {split: mask_names(mask) for split, mask in file.get("mask", {}).items()}
+            masks = {split: mask_names(mask) for split, mask in file.get("mask", {}).items()
+                     if isinstance(mask, h5py.Dataset) and mask.ndim == 1}  # fmt: skip
             for demo in file["data"] if pointmaps else ():
                 for name in [f"{view}_{kind}" for view in views for kind in ("intrinsics", "extrinsics")]:
-                    array = file["data"][demo]["obs"].get(name)  # demos outside the splits may lack it
+                    array = file["data"].get(f"{demo}/obs/{name}")  # demos outside the splits may lack it
                     if array is not None and len(array):
                         digest.update(f"{demo} {name} {array.shape}".encode())
                         digest.update(array[0].tobytes() + array[-1].tobytes())
@@ -90,14 +91,15 @@ def small_content(path, views, pointmaps):
 def contents(config, *names):
     """{"content of model": hash, ...} of the files and folders that settings name, "" for hub ids and what isn't set.
 
-    A resumed run wants what it began with, not just what has the same name now.
+    A resumed run wants what it began with, not just what has the same name now. Of folders the weights are taken, and
+    model_index.json: a run's own folder may lie among them.
     """
     found = {}
     for name in names:
         path, files = Path(config[name]), []
         if config[name] and path.exists():
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            files = [file for file in files if file == path or file.suffix in (".safetensors", ".json")]
+            patterns = ("model_index.json", "*.safetensors", "*/*.safetensors")
+            files = [file for p in patterns for file in sorted(path.glob(p))] if path.is_dir() else [path]
         found[f"content of {name}"] = content_hash(files) if files else ""
     return found
 
@@ -116,14 +118,17 @@ def weights_identity(model, *parts):
 
 
 def fingerprint_differences(folder, expected):
-    """None where the unit was never begun, else what differs: ["cell_height was 16, now 32", ...]."""
+    """None where the unit was never begun, else what differs: ["cell_height was 16, now 32", ...].
+
+    What an older preparation didn't record is not compared.
+    """
     try:
         stored = json.loads((folder / "fingerprint.json").read_text())
     except FileNotFoundError:
         return ["it has no fingerprint.json"] if any(folder.glob("*.safetensors")) else None
     except ValueError:
         return ["its fingerprint.json is damaged"]
-    changed = [name for name, value in expected.items() if stored.get(name) != value]
+    changed = [name for name, value in expected.items() if name in stored and stored[name] != value]
     return [f"{name} was {stored.get(name)}, now {expected[name]}" for name in changed]
 
 
@@ -157,6 +162,21 @@ def cached_box(cache_dir):
         return None
 
 
+def spread(windows):
+    """Windows, demo after demo, in an order whose first few are of as many demos as there are, and not all beginnings.
+
+    One of each demo, then a second of each, ...; a demo's begin a golden section further on than the one's before it.
+    """
+    of_demo = {}
+    for window in windows:
+        of_demo.setdefault(window.demo, []).append(window)
+    turns = []
+    for number, own in enumerate(of_demo.values()):
+        first = int(len(own) * (0.618 * number % 1))
+        turns += [((i - first) % len(own), window) for i, window in enumerate(own)]
+    return [window for _, window in sorted(turns, key=lambda turn: turn[0])]
+
+
 class LatentCache:
     """The cache that prepare_robocasa.py made with these settings (the dict of a script) for a model of this kind.
 
@@ -174,8 +194,7 @@ class LatentCache:
 
         windows = [Window(*window) for window in index["rgb"]["windows"]]
         self.train = [window for window in windows if window.split == "train"]
-        val = [window for window in windows if window.split == "val"]
-        self.val = sorted(val, key=lambda window: window.start)  # the first few are of as many demos as there are
+        self.val = spread([window for window in windows if window.split == "val"])
         self.skipped = [tuple(demo) for demo in index["rgb"]["skipped"]]
         self.box = index["pointmap"]["box"] if config["pointmaps"] else None
         self.floor_mm = index["pointmap"]["floor_mm"] if config["pointmaps"] else None

@@ -200,6 +200,11 @@ with fsdp.all_ranks_agree():
     if not exists.is_dir():
         raise UserError(f"cache_dir={cache_dir}: {exists} is a file, want a folder")
 
+with fsdp.all_ranks_agree():
+    if rank == 0:
+        hold_folder(cache_dir, "cache_dir")  # nobody else changes what is looked at now
+
+with fsdp.all_ranks_agree():
     # What is stale, and what is still to do: {unit: windows to encode}, prompts for the text.
     units = fingerprints(config, kind)
     todo, rebuild = {}, []
@@ -247,7 +252,7 @@ if rank == 0:
         names = ", ".join(f"{demo} ({frames})" for demo, frames in demos.skipped)
         print(f"skipped {len(demos.skipped)} demos of fewer than {num_frames} frames: {names}")
     if demos.num_uncovered:
-        print(f"{demos.num_uncovered} frames at the ends of demos are in no window: window_stride divides so")
+        print(f"{demos.num_uncovered} frames at the ends of demos are in no window; fewer with a smaller window_stride")
     if pointmaps:
         print(box_line)
 
@@ -265,10 +270,11 @@ with fsdp.all_ranks_agree():
             for line in encoders.text_warnings(tokenizer, text_encoder, prompts, max_text_tokens):
                 print(line)
             del tokenizer, text_encoder
-        hold_folder(cache_dir, "cache_dir")
         for unit in todo:
             # The fingerprint goes last, so that a kill in between leaves a unit that is still known to be stale.
-            patterns = ("*.tmp*", "index.json", "*.safetensors", "fingerprint.json") if unit in rebuild else ("*.tmp*",)
+            patterns = ("*.tmp*", "index.json") if todo[unit] else ("*.tmp*",)
+            if unit in rebuild:
+                patterns = ("*.tmp*", "index.json", "*.safetensors", "fingerprint.json")
             for path in [path for pattern in patterns for path in (root / unit).glob(pattern)]:
                 path.unlink()
             write_json(root / unit / "fingerprint.json", units[unit], indent=1)

@@ -149,7 +149,7 @@ with fsdp.all_ranks_agree():
     flops = wan_model.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
     checkpoint = None if dry_run else fsdp.checkpoint_to_resume(out_dir, resume)
     meta = fsdp.read_meta(checkpoint) if checkpoint else None
-    begun_with = config | latent_cache.contents(config, "model", "init_lora", "data")
+    begun_with = config | latent_cache.contents(config, "model", "data")
     if meta:
         changed = fsdp.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
         if meta["global_batch"] != global_batch:
@@ -327,8 +327,8 @@ for step in range(start_step, max_steps):
         waited = time.time()
         with saving(step), fsdp.all_ranks_agree():  # where a file of the cache can't be read
             samples = next_clips.result()
+            loading += time.time() - waited
         next_clips = reader.submit(read_clips, step * grad_accum + micro + 1)
-        loading += time.time() - waited
         latents, condition, text = latent_cache.collate(samples, cache.text, device, validate.gives_frame(wan, config))
 
         # each sample's draws come from its own generator: (seed, step, position in the global batch)

@@ -1,6 +1,34 @@
 """latent_cache.py: the order of samples, identities of files. test_prepare.py reads what prepare_robocasa.py wrote."""
 
+import h5py
+import numpy as np
+
 import latent_cache
+from data import Window
+
+
+def test_the_first_held_out_windows_are_of_all_demos_and_not_all_beginnings():
+    windows = [Window(f"demo_{d}", start, 81, "val") for d in range(3) for start in range(0, 180, 20)]
+    first = latent_cache.spread(windows)[:6]
+    assert [(window.demo, window.start) for window in first] == [
+        ("demo_0", 0), ("demo_1", 100), ("demo_2", 40), ("demo_0", 20), ("demo_1", 120), ("demo_2", 60)]  # fmt: skip
+    assert sorted(latent_cache.spread(windows)) == sorted(windows)
+    assert latent_cache.spread(windows[:9]) == windows[:9]  # one demo's, in their order
+
+
+def test_what_else_a_recording_holds_is_no_matter(tmp_path):
+    """A demo without observations, a mask of another form: nothing of it is used."""
+    with h5py.File(tmp_path / "robot.hdf5", "w") as file:
+        file["data/demo_0/obs/left_intrinsics"] = np.ones((5, 3, 3))
+        file["mask/train"] = np.array([b"demo_0"])
+        plain = latent_cache.small_content(tmp_path / "robot.hdf5", ["left"], True)
+        file.create_group("data/demo_1")
+        file["mask/about"] = "a text"
+        file["mask/more/inside"] = np.array([b"demo_1"])
+        assert latent_cache.small_content(tmp_path / "robot.hdf5", ["left"], True) == plain
+        file["data/demo_0/obs/left_intrinsics"][4, 0, 0] = 2
+        masks, cameras = latent_cache.small_content(tmp_path / "robot.hdf5", ["left"], True)
+        assert masks == plain[0] and cameras != plain[1]
 
 
 def test_batches_are_a_pure_function_that_covers_each_epoch_once():
@@ -43,6 +71,9 @@ def test_contents_are_of_files_and_folders_and_nothing_else(tmp_path):
     assert list(before) == [f"content of {name}" for name in settings]
     assert before["content of init_lora"] == before["content of other"] == ""
     (model / "README.md").write_text("not what is loaded")
+    (model / "run/lora").mkdir(parents=True)  # a run's own folder
+    (model / "run/config.json").write_text("{}")
+    (model / "run/lora/lora.safetensors").write_bytes(b"0")
     assert latent_cache.contents(settings, *settings) == before
     weights.write_bytes(b"1235")
     after = latent_cache.contents(settings, *settings)

@@ -246,8 +246,30 @@ def test_what_is_small_is_compared_whole(world, prepare, tmp_path, monkeypatch):
 def test_held_out_windows_begin_with_one_of_each_demo(prepare):
     result = prepare(val_split="", val_demos=3, window_stride=1)
     cache = LatentCache(result["config"], "i2v")
-    assert len(cache.val) > 6 and {window.start for window in cache.val} >= {0, 1}
-    assert len({window.demo for window in cache.val[:3]}) == 3 and {window.start for window in cache.val[:3]} == {0}
+    assert len(cache.val) > 6 and len({window.demo for window in cache.val[:3]}) == 3
+    windows = [window for window in result["windows"] if window.split == "val"]
+    assert sorted(cache.val) == sorted(windows) and cache.val != windows
+
+
+def test_a_preparation_looks_at_a_cache_when_nobody_else_changes_it(prepare, tmp_path, monkeypatch):
+    """Else it would go on with what another had not finished when it looked."""
+    seen = []
+    monkeypatch.setattr("latent_cache.fingerprint_differences", lambda folder, expected: seen.append(
+        (folder.parent / ".lock").exists() or (folder.parent.parent / ".lock").exists()))  # fmt: skip
+    prepare()
+    assert len(seen) >= 3 and all(seen)
+
+
+def test_a_cache_that_is_added_to_is_unfinished_meanwhile(prepare, tmp_path, monkeypatch):
+    """Killed then, it is not taken for what it was."""
+    config = prepare()["config"]
+    (tmp_path / "cache/rgb/demo_4_00000.safetensors").unlink()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(encoders, "encode", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
+        prepare()
+    with pytest.raises(UserError, match="rgb is unfinished: run prepare_robocasa.py"):
+        LatentCache(config, "i2v")
+    assert LatentCache(prepare()["config"], "i2v").train
 
 
 def test_a_cache_dir_is_one_preparations(prepare, tmp_path):
@@ -298,7 +320,7 @@ def test_bad_settings(prepare, tmp_path, settings, message):
     with pytest.raises(UserError, match=message) as error:
         prepare(**settings)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "cache").exists()
+    assert not contents(tmp_path / "cache")
 
 
 def test_nan_depth_in_the_last_demo_is_found_before_anything_is_written(world, prepare, tmp_path):
@@ -308,7 +330,7 @@ def test_nan_depth_in_the_last_demo_is_found_before_anything_is_written(world, p
         file[DEPTH][2, 3, 4] = np.nan
     with pytest.raises(UserError, match="demo_9/robot0_agentview_left_depth: got NaN in frame 2"):
         prepare(data=path, pointmaps=True)
-    assert not (tmp_path / "cache").exists()
+    assert not contents(tmp_path / "cache")
 
 
 def test_a_full_disk_is_one_line_and_leaves_whole_files(prepare, tmp_path, monkeypatch):
@@ -340,7 +362,7 @@ def test_a_missing_text_encoder_is_found_before_the_vae(world, prepare, tmp_path
     with pytest.raises(UserError, match="can't load its text_encoder"):
         prepare(model=tmp_path / "model")
     assert used == ["load_text_encoder"]
-    assert not (tmp_path / "cache").exists()
+    assert not contents(tmp_path / "cache")
 
     prepare()
     text = contents(tmp_path / "cache/condition/text")
@@ -396,7 +418,7 @@ def test_inspection(world, prepare, tmp_path, capsys):
     settings = dict(data=millimetres, pointmaps=True, cache_dir=tmp_path / "other")
     with pytest.raises(UserError, match="depth is in millimetres.*--check_recordings=False prepares it all the same"):
         prepare(**settings)
-    assert not (tmp_path / "other").exists()
+    assert not contents(tmp_path / "other")
     prepare(**settings, check_recordings=False)
     assert (tmp_path / "other/pointmap/index.json").exists()
 

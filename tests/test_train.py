@@ -615,6 +615,12 @@ def test_another_config_is_refused_naming_what_differs(world, straight, tmp_path
     other = {name: shutil.copytree(world / "i2v", tmp_path / name) for name in ("copy", "other")}
     weights = other["other"] / "transformer_2/diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"1234")  # at the same path later, other weights
+    meta = straight / "ckpt/step_000006/meta.json"
+    shutil.copytree(straight, tmp_path / "older")
+    record = json.loads(meta.read_text())
+    record["config"] = {name: value for name, value in record["config"].items() if "content of" not in name}
+    (tmp_path / "older/ckpt/step_000006/meta.json").write_text(json.dumps(record))  # of a run before contents were kept
+    assert "done       6 of 6" in script("train_i2v_sft.py", **base | dict(out_dir=tmp_path / "older"))[1]
     line = refusal("train_i2v_sft.py", **base | dict(model=other["copy"]))
     assert f"another config (model '{world}/i2v' -> '{tmp_path}/copy'): " in line
     line = refusal("train_i2v_sft.py", **base | dict(model=other["other"]))
