@@ -88,7 +88,7 @@ def check_values(config, at_least, one_of):
 
 def first_line(error):
     """What an error says, for a line about it."""
-    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @contextmanager

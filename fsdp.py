@@ -397,6 +397,22 @@ def save_checkpoint(out_dir, step, tensors, meta, keep_last):
 
 
 @contextmanager
+def saving(save, out_dir, start_step, step):
+    """Where the inside fails, all ranks save what was trained before they stop.
+
+    save: step -> None, collective; start_step: where this run began, which is saved or nothing. Collective.
+    """
+    try:
+        yield
+    except (UserError, SystemExit):
+        if step > start_step:
+            save(step)
+            if is_first():
+                print(f"saved      {out_dir}/ckpt/step_{step:06d}: the same command resumes", flush=True)
+        raise
+
+
+@contextmanager
 def one_line_if_damaged(path):
     """Our own writes leave no half checkpoint, but copies of them may be cut short."""
     try:

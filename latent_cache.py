@@ -128,8 +128,8 @@ def fingerprint_differences(folder, expected):
         return ["it has no fingerprint.json"] if any(folder.glob("*.safetensors")) else None
     except ValueError:
         return ["its fingerprint.json is damaged"]
-    changed = [name for name, value in expected.items() if name in stored and stored[name] != value]
-    return [f"{name} was {stored.get(name)}, now {expected[name]}" for name in changed]
+    return [f"{name} was {stored[name]}, now {value}" for name, value in expected.items()
+            if name in stored and stored[name] != value]  # fmt: skip
 
 
 def write_atomic(path, content):

@@ -21,7 +21,7 @@ from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from configurator import UserError, replace_folder, user_errors
+from configurator import UserError, first_line, replace_folder, user_errors
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
 LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
@@ -73,7 +73,7 @@ def describe(model, boundary_ratio=0.0):
             index = DiffusionPipeline.load_config(model)
             config = WanTransformer3DModel.load_config(model, subfolder="transformer")
         except OSError as error:
-            reason = str(error).splitlines()[0][:120]
+            reason = first_line(error)[:120]
             where = "no diffusers checkpoint there" if os.path.isdir(model) else (
                 "no such folder, and no checkpoint of that name could be had from the hub")  # fmt: skip
             raise UserError(f"model={model}: {where} ({reason})") from None

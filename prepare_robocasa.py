@@ -266,9 +266,9 @@ with fsdp.all_ranks_agree():
         text = None
         if todo.get("condition/text"):
             tokenizer, text_encoder = encoders.load_text_encoder(model, device, DTYPES[text_dtype])
-            text = encoders.encode_text(tokenizer, text_encoder, prompts, max_text_tokens)  # prompts n d
             for line in encoders.text_warnings(tokenizer, text_encoder, prompts, max_text_tokens):
                 print(line)
+            text = encoders.encode_text(tokenizer, text_encoder, prompts, max_text_tokens)  # prompts n d
             del tokenizer, text_encoder
         for unit in todo:
             # The fingerprint goes last, so that a kill in between leaves a unit that is still known to be stale.

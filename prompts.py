@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from configurator import UserError
+from configurator import UserError, first_line
 
 
 class Prompts:
@@ -75,7 +75,7 @@ class Prompts:
                     image.draft("RGB", (1, 1))
                 return ImageOps.exif_transpose(image.convert("RGB"))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             raise UserError(f"{self.path}:{number}: got image {path} ({reason}), want one that opens") from None
 
     def image(self, index):

@@ -28,7 +28,7 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
-from configurator import UserError
+from configurator import UserError, first_line
 from task_rewards import ball, ball_success, views
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -96,9 +96,8 @@ def load_clip(model, device, dtype):
         tokenizer = AutoTokenizer.from_pretrained(model if own else CLIP_TOKENIZER)
         clip = CLIPModel.from_pretrained(model, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"pickscore_model={model}: want a hub id, or a folder of a CLIPModel with its tokenizer in it "
-                        f"({reason})") from error  # fmt: skip
+                        f"({first_line(error)})") from error  # fmt: skip
     return tokenizer, clip.to(device).eval().requires_grad_(False)
 
 

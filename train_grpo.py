@@ -20,8 +20,9 @@ own videos).
 import math
 import os
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -540,18 +541,6 @@ def evaluate(iteration):
         draw_curves(out_dir)
 
 
-@contextmanager
-def saving(iteration):
-    """Inside, servers or rewards are needed: where they fail, all ranks save what was trained before they stop."""
-    try:
-        yield
-    except (UserError, SystemExit):
-        if iteration > start_iteration:  # else it is where this run began
-            save(iteration)
-            say(f"saved      {out_dir}/ckpt/step_{iteration:06d}: the same command resumes")
-        raise
-
-
 def due(interval, iteration):
     """Whether something done every `interval` iterations (0: only at the end) comes after an iteration."""
     return iteration == max_iterations or (interval > 0 and iteration % interval == 0)
@@ -574,6 +563,9 @@ def save(iteration):
     fsdp.save_checkpoint(out_dir, iteration, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
         export()
+
+
+saving = partial(fsdp.saving, save, out_dir, start_iteration)  # saving(iteration): servers, rewards, images may fail
 
 
 # ----------------------------------------------------------------------------- the loop

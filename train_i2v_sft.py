@@ -14,7 +14,8 @@ The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the R
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -228,7 +229,8 @@ say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
                               fused=device.type == "cuda")  # fmt: skip
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
-start_step = skipped_steps = saved_step = 0
+start_step = skipped_steps = 0
+saved_step = meta["step"] if meta else -1  # of the last checkpoint
 
 
 def lr_at(step):
@@ -243,7 +245,6 @@ if checkpoint:
     saved = fsdp.saved_names(checkpoint)
     fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, saved))
     start_step, skipped_steps = meta["step"], meta["skipped_steps"]
-    saved_step = start_step
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
     say(f"changed    {changed}")
     if start_step >= max_steps:
@@ -281,29 +282,20 @@ def export():
         wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
 
 
-@contextmanager
-def saving(step):
-    """Where the inside fails, all ranks save what was trained before they stop."""
-    try:
-        yield
-    except (UserError, SystemExit):
-        if step > start_step:  # else it is where this run began
-            save(step)
-            say(f"saved      {out_dir}/ckpt/step_{step:06d}: the same command resumes")
-        raise
-
-
 def save(step):
     """A checkpoint to resume from and, with LoRA, the export; once a step."""
     global saved_step
     if step == saved_step:
-        return
+        return  # nothing was trained since
     saved_step = step
     state = dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
                  world_size=world_size, config=begun_with)  # fmt: skip
     fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
         export()
+
+
+saving = partial(fsdp.saving, save, out_dir, start_step)  # saving(step): a file of the cache may be gone
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -325,7 +317,7 @@ for step in range(start_step, max_steps):
     sample_losses, step_sigma, loading = {}, 0.0, 0.0  # the first by position in the global batch
     for micro in range(grad_accum):
         waited = time.time()
-        with saving(step), fsdp.all_ranks_agree():  # where a file of the cache can't be read
+        with saving(step), fsdp.all_ranks_agree():
             samples = next_clips.result()
             loading += time.time() - waited
         next_clips = reader.submit(read_clips, step * grad_accum + micro + 1)

@@ -7,8 +7,9 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def script(name, *files, **settings):
     finally:
         sys.argv, sys.excepthook = argv, hook
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def held_by_another(folder):
+    """Inside, another process holds a folder; it is killed then: whatever ends a run lets go of it."""
+    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", holder, folder], cwd=REPOSITORY, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as other:  # fmt: skip
+        assert other.stdout.readline() == b"held\n"
+        yield
+        other.kill()
 
 
 def smooth_adamw(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from configurator import UserError, check_values, release_folders, save_config
+from helpers import held_by_another
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = '''"""Trains nothing, é.
@@ -247,21 +248,15 @@ def test_save_config(tmp_path):
 
 
 def test_an_out_dir_is_one_runs(tmp_path):
-    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
-    command = [sys.executable, "-c", holder, str(tmp_path)]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
-        assert other.stdout.readline() == b"held\n"
+    with held_by_another(tmp_path):
         with pytest.raises(UserError, match=f"out_dir={tmp_path}: another run is writing there"):
             save_config(tmp_path, DEFAULTS)
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-        other.kill()  # whatever ends a run lets go of it
     save_config(tmp_path, DEFAULTS)
     save_config(tmp_path, DEFAULTS)  # this process may come again
     release_folders()
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
-        assert other.stdout.readline() == b"held\n"
-        other.kill()
+    with held_by_another(tmp_path):
+        pass
 
 
 def test_save_config_where_it_cannot_write(tmp_path):

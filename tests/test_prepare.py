@@ -18,9 +18,9 @@ import encoders
 import tiny
 from configurator import UserError
 from data import RobotDemos, Window, join_cells, point_cell, rgb_cell
+from helpers import REPOSITORY, held_by_another
 from latent_cache import LatentCache, collate
 
-REPOSITORY = Path(__file__).parents[1]
 LEFT, RIGHT = VIEWS = ["robot0_agentview_left", "robot0_agentview_right"]
 BOX = f"-0.4,-0.4,{tiny.TABLE_HEIGHT - 0.2:.2f},0.4,0.4,{tiny.TABLE_HEIGHT + 0.3:.2f}"
 DEPTH = f"data/demo_9/obs/{LEFT}_depth"
@@ -273,14 +273,10 @@ def test_a_cache_that_is_added_to_is_unfinished_meanwhile(prepare, tmp_path, mon
 
 
 def test_a_cache_dir_is_one_preparations(prepare, tmp_path):
-    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", holder, tmp_path / "cache"], cwd=REPOSITORY, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as first:  # fmt: skip
-        assert first.stdout.readline() == b"held\n"
+    with held_by_another(tmp_path / "cache"):
         with pytest.raises(UserError, match=f"cache_dir={tmp_path}/cache: another run is writing there"):
             prepare()
         assert not contents(tmp_path / "cache")
-        first.kill()
     prepare()
 
 

@@ -34,7 +34,18 @@ import sglang_client
 import sglang_server
 import tiny
 from configurator import UserError
-from helpers import ENVIRONMENT, REPOSITORY, flags, free_ports, load, refusal, rows_of, script, smooth_adamw
+from helpers import (
+    ENVIRONMENT,
+    REPOSITORY,
+    flags,
+    free_ports,
+    held_by_another,
+    load,
+    refusal,
+    rows_of,
+    script,
+    smooth_adamw,
+)
 
 SGLANG = REPOSITORY / ".venv-sglang/bin/sglang"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -399,14 +410,10 @@ def test_a_job_submitted_twice_leaves_the_first_ones_servers_alone(world, fakes,
     out, servers = tmp_path / "out", tmp_path / "out/sglang"
     servers.mkdir(parents=True)
     (servers / "node_0.url").write_text(fakes[0].url)  # what the first's ranks read
-    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", holder, out], cwd=REPOSITORY, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as first:  # fmt: skip
-        assert first.stdout.readline() == b"held\n"
+    with held_by_another(out):
         for where in (dict(sglang_launch=True, sglang_command="false"), dict(sglang_urls=fakes[0].url)):
             line = refusal("train_grpo.py", **paths(world) | QUICK | dict(rollout="sglang", out_dir=out) | where)
             assert f"out_dir={out}: another run is writing there" in line
-        first.kill()
     assert (servers / "node_0.url").read_text() == fakes[0].url and not fakes[0].bodies
     assert [path.name for path in servers.iterdir()] == ["node_0.url"]
 
