@@ -28,7 +28,7 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
-from configurator import UserError, first_line
+from guard import UserError, first_line
 from task_rewards import ball, ball_success, views
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -97,7 +97,7 @@ def load_clip(model, device, dtype):
         clip = CLIPModel.from_pretrained(model, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise UserError(f"pickscore_model={model}: want a hub id, or a folder of a CLIPModel with its tokenizer in it "
-                        f"({first_line(error)})") from error  # fmt: skip
+                        f"({first_line(error)})") from error
     return tokenizer, clip.to(device).eval().requires_grad_(False)
 
 
@@ -255,11 +255,11 @@ def parse_rewards(spec, setting="rewards"):
 
 
 def load_rewards(spec, device="cpu", pickscore_model="yuvalkirstain/PickScore_v1", pickscore_frames=4,
-                 pickscore_dtype="float32", timeout=60.0, retries=3):  # fmt: skip
+                 pickscore_dtype="float32", timeout=60.0, retries=3):
     """Specification, or what parse_rewards made of it -> {name: reward}, models loaded and servers reached."""
     names = [name for name, _ in (parse_rewards(spec) if isinstance(spec, str) else spec)]
     options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, pickscore_dtype=pickscore_dtype,
-                   timeout=timeout, retries=retries)  # fmt: skip
+                   timeout=timeout, retries=retries)
     return {name: REWARDS["http" if is_url(name) else name](name, device, **options) for name in names}
 
 

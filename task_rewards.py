@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import tiny
-from configurator import UserError
 from geometry import denormalise_points
+from guard import UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the tiny world's task: does the ball of the prompted colour move in the prompted direction?
@@ -40,7 +40,7 @@ def ball_track(videos, metadata):
             if entry.get(name) not in known:
                 raise UserError(f"reward ball or ball_success: got {name} {entry.get(name)!r} in metadata, want one of "
                                 f"{list(known)}: the tiny world's task; for other prompts set other rewards and "
-                                "eval_rewards")  # fmt: skip
+                                "eval_rewards")
     videos = videos.float()
     height, width = videos.shape[-2:]
     colours = torch.tensor([tiny.COLOURS[entry["colour"]] for entry in metadata], device=videos.device).float()
@@ -97,7 +97,7 @@ def views(videos, prompts, metadata):
     """Minus the median distance, mm, between what a pixel says and what the other view says of the same place.
 
     videos are HCPT grids: the RGB row above the pointmap row, a column a view. Each cell is to be decoded by itself, as
-    validate.decode_cells does: train_grpo.py decodes a video as one picture of 8 bits, which blurs the seams and rounds
+    sampler.decode_cells does: train_grpo.py decodes a video as one picture of 8 bits, which blurs the seams and rounds
     points to a 255th of the box. Wanted of metadata:
       "box"      x0 y0 z0 x1 y1 z1 metres, that -1..1 of a pointmap spans (LatentCache.box)
       "cameras"  a dict a view, left to right: "intrinsics" 3 3 and "extrinsics" 4 4 (camera to world), standing still,
@@ -129,12 +129,12 @@ def view_distance(points, box, cameras):
     xyz = denormalise_points(points, box)
     size = torch.tensor([width, height], device=points.device)
     pixels = torch.stack(torch.meshgrid(*(torch.arange(n, device=points.device) + 0.5 for n in (width, height)),
-                                        indexing="xy"), dim=-1)  # h w 2, column and row  # fmt: skip
+                                        indexing="xy"), dim=-1)  # h w 2, column and row
 
     def project(xyz, camera):
         """World points ... 3 -> camera's pixel ... 2 in cells, depth ... 1."""
         K, E = (torch.tensor(camera[name], dtype=torch.float32, device=xyz.device)
-                for name in ("intrinsics", "extrinsics"))  # fmt: skip
+                for name in ("intrinsics", "extrinsics"))
         seen = (xyz - E[:3, 3]) @ E[:3, :3] @ K.T
         scale = size / torch.tensor(camera["size"][::-1], device=xyz.device)
         return seen[..., :2] / seen[..., 2:] * scale, seen[..., 2:], K[0, 0] * scale[0]

@@ -108,7 +108,7 @@ def test_the_log_is_strict_json(tmp_path, drawn):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=refuse) for line in lines] == [
         {"step": 1, "loss": None}, {"step": 2, "expert": "high", "loss": None, "grad_norm": None, "gib": 1.5}
-    ]  # fmt: skip
+    ]
     assert "gradient norm" in drawn(tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_a_mean_is_over_the_same_steps_of_all_runs(tmp_path, capsys):
     for path, others, words in [
         ("mean.png", "ac", "got no step at which all of them have eval/ball"),
         ("nowhere/mean.png", "ab", "nowhere/mean.png: "), ("mean.xyz", "ab", "mean.xyz: "),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(SystemExit, match=words):
             plot.draw_mean(tmp_path / path, [tmp_path / run for run in others])
 

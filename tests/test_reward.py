@@ -15,8 +15,8 @@ import encoders
 import reward
 import task_rewards
 import tiny
-from configurator import UserError
 from geometry import normalise_points
+from guard import UserError
 
 
 def noise(*shape, seed=0):
@@ -34,7 +34,7 @@ def noise(*shape, seed=0):
     ("http://host:8000", [("http://host:8000", 1.0)]),
     ("https://host/path/score:1.0,ball:2", [("https://host/path/score", 1.0), ("ball", 2.0)]),
     ("http://10.0.0.1:80/a:b:-.5", [("http://10.0.0.1:80/a:b", -0.5)]),
-])  # fmt: skip
+])
 def test_parse(spec, wanted):
     assert reward.parse_rewards(spec) == wanted
 
@@ -48,7 +48,7 @@ def test_parse(spec, wanted):
     ("ball:", "got weight ''"),
     ("ball:1.0,ball:2.0", "got ball twice"),
     ("http:1.0", "got 'http', want .*http://host:port/path"),
-])  # fmt: skip
+])
 def test_parse_mistakes(spec, message):
     with pytest.raises(UserError, match=message) as error:
         reward.parse_rewards(spec)
@@ -72,7 +72,7 @@ def test_load_score_and_mix():
     (["a", "b", "c"], r"reward mine: got \['a', 'b', 'c'\], want 3 numbers, one a video"),
     (torch.zeros(3, 1), r"reward mine: got shape \(3, 1\), want \(3,\)"),
     (torch.tensor(0.0), r"reward mine: got shape \(\), want \(3,\)"),
-])  # fmt: skip
+])
 def test_a_bad_reward_is_named(values, message):
     with pytest.raises(UserError, match=message):
         reward.score({"mine": lambda *_: values}, noise(3, 2, 3, 4, 4), ["one", "two", "three"], [{}] * 3)
@@ -421,7 +421,7 @@ def test_random_clip_is_the_same_on_every_rank(monkeypatch):
 @pytest.mark.parametrize("options, message", [
     (dict(pickscore_model="/nowhere/clip"), "pickscore_model=/nowhere/clip: want a hub id, or a folder"),
     (dict(pickscore_frames=0), "pickscore_frames=0: want at least 1"),
-])  # fmt: skip
+])
 def test_pickscore_mistakes(clip_folder, options, message):
     with pytest.raises(UserError, match=message) as error:
         reward.load_rewards("pickscore", "cpu", **{"pickscore_model": clip_folder, **options})
@@ -503,7 +503,7 @@ def test_http_retries_what_can_pass(server, monkeypatch):
     (b'{"rewards": ["a", "b"]}', "want {\"rewards\""),
     (b'{"rewards": [1.0]}', r"got shape \(1,\), want \(2,\)"),
     (b'{"rewards": [1.0, NaN]}', "got nan for 'two'"),
-])  # fmt: skip
+])
 def test_http_answers(server, answer, message):
     server.answer = answer
     with pytest.raises(UserError, match=message) as error:

@@ -64,7 +64,7 @@ def test_contact_sheet(tmp_path):
 def test_contact_sheet_with_a_title(tmp_path):
     frames = np.full((2, 16, 64, 3), 200, np.uint8)
     plain, titled = (Image.open(contact_sheet(tmp_path / f"{title}_.png", [("a", frames)], title=title))
-                     for title in ("", "one"))  # fmt: skip
+                     for title in ("", "one"))
     assert (titled.width, titled.height) == (plain.width, plain.height + 20)
     assert (np.asarray(titled)[20:] == np.asarray(plain)).all() and (np.asarray(titled)[:20] < 128).any()
 
