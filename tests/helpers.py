@@ -52,7 +52,7 @@ def script(name, *files, **settings):
 @contextmanager
 def held_by_another(folder):
     """Inside, another process holds a folder; it is killed then: whatever ends a run lets go of it."""
-    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
+    holder = "import sys, guard as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", holder, folder], cwd=REPOSITORY, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"

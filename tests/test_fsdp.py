@@ -26,9 +26,9 @@ from torch.nn.attention import SDPBackend
 
 import adapters
 import checkpoints
-import configurator
 import flow
 import fsdp
+import guard
 import model as wan_model
 import tiny
 from guard import UserError
@@ -158,14 +158,14 @@ def two_ranks(folder):
             if rank in guilty:
                 raise UserError(f"rank {rank}: got é")
 
-    write = fsdp.HuggingFaceStorageWriter.write_data
+    write = checkpoints.HuggingFaceStorageWriter.write_data
 
     def no_space(writer, *args):
         if rank == 1:
             raise OSError(28, "No space left on device")
         return write(writer, *args)
 
-    fsdp.HuggingFaceStorageWriter.write_data = no_space
+    checkpoints.HuggingFaceStorageWriter.write_data = no_space
     endings = [message_of(lambda: agree(1)), message_of(lambda: agree(0, 1)), message_of(agree),
                message_of(lambda: checkpoints.save(f"{folder}/two_full", 4, state, {}, 1))]
     everyone = [None, None]
@@ -465,7 +465,7 @@ MOMENTS = {
     "a shard is written": (os, "fsync"),
     "all shards are written": (json, "dump"),
     "all is there but the name": (os, "replace"),
-    "it has its name, the old one is there": (fsdp, "checkpoints"),
+    "it has its name, the old one is there": (checkpoints, "checkpoints"),
     "the old one is being deleted": (shutil, "rmtree"),
 }
 
@@ -540,7 +540,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     seen = []
     rmtree = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (seen.append(final.exists()), rmtree(*a, **k)))
-    configurator.replace_folder(new, final)
+    guard.replace_folder(new, final)
     assert (final / "file").read_text() == "new" and sorted(p.name for p in tmp_path.iterdir()) == ["final"]
     assert seen[-1] is False  # it is not removed under its own name
 
@@ -565,9 +565,9 @@ def test_a_stop_in_an_evaluation_says_so_and_leaves_at_once(capsys, number):
 
 def test_a_second_ctrl_c_in_a_save_is_not_the_disks_fault(tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
-        raise fsdp.CheckpointException("save", {0: (KeyboardInterrupt(), None)})
+        raise checkpoints.CheckpointException("save", {0: (KeyboardInterrupt(), None)})
 
-    monkeypatch.setattr(fsdp.dcp, "save", interrupted)
+    monkeypatch.setattr(checkpoints.dcp, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(str(tmp_path), 1, {"x": torch.zeros(2)}, {}, 1)
     assert checkpoints.saved_in(str(tmp_path)) == [] and not list((tmp_path / "ckpt").iterdir())

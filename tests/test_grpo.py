@@ -22,13 +22,13 @@ import checkpoints
 import encoders
 import flow
 import fsdp
+import held_out
 import model as wan_model
 import prompts
 import reward
 import rollout
 import sampler
 import tiny
-import validate
 from guard import UserError
 from helpers import (
     ENVIRONMENT,
@@ -469,7 +469,7 @@ def test_warmup_and_the_interval_of_the_average(train, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_held_out_rewards_are_mean_and_standard_error(world, tmp_path, world_size, monkeypatch):
     """Seven videos of the prompts in turn, on any number of ranks; here the ranks come one after another."""
-    held_out = prompts.Prompts(world / "eval.jsonl", 16, 16)
+    prompts_file = prompts.Prompts(world / "eval.jsonl", 16, 16)
     value = lambda i: (0.3 * i) % 1  # noqa: E731
     generate = lambda positions: torch.stack([torch.full((5, 3, 16, 16), value(i)) for i in positions])  # noqa: E731
     seen = []
@@ -482,15 +482,15 @@ def test_held_out_rewards_are_mean_and_standard_error(world, tmp_path, world_siz
     sums = []  # of each rank, in the order of the reductions
     monkeypatch.setattr(fsdp, "reduce_sum", lambda values: sums.append(values) or values)
     for rank in range(world_size):
-        validate.held_out_rewards(generate, {"mine": brightness}, held_out, config, 0, rank, world_size)
+        held_out.held_out_rewards(generate, {"mine": brightness}, prompts_file, config, 0, rank, world_size)
     monkeypatch.setattr(fsdp, "reduce_sum", lambda values: np.sum(sums, axis=0).tolist())
-    means, errors = validate.held_out_rewards(generate, {"mine": brightness}, held_out, config, 0, 0, world_size)
+    means, errors = held_out.held_out_rewards(generate, {"mine": brightness}, prompts_file, config, 0, 0, world_size)
     values = np.array([value(i) for i in range(7)])
     assert means["mine"] == pytest.approx(values.mean()) and errors["mine"] == pytest.approx(
         values.std(ddof=1) / np.sqrt(7), rel=1e-5)
     for i in range(7):
         matching = [entry for entry in seen if entry[0] == pytest.approx(value(i))]
-        assert matching and all(entry[1:] == (held_out.prompts[i], held_out.metadata[i]) for entry in matching)
+        assert matching and all(entry[1:] == (prompts_file.prompts[i], prompts_file.metadata[i]) for entry in matching)
 
 
 @pytest.fixture(scope="session")
@@ -630,7 +630,7 @@ def test_an_image_that_goes_away_loses_nothing_and_a_checkpoint_is_written_once(
         return image(self, index)
 
     monkeypatch.setattr(prompts.Prompts, "image", gone)
-    monkeypatch.setattr(fsdp, "save_checkpoint", lambda *args: saved.append(args[1]) or save(*args))
+    monkeypatch.setattr(checkpoints, "save", lambda *args: saved.append(args[1]) or save(*args))
     settings = QUICK | dict(out_dir=out, max_iterations=3, save_interval=save_interval)
     assert refusal("train_grpo.py", **paths(world), **settings) == "error: red.png: can't be read"
     assert saved == [1] and [path[-6:] for path in checkpoints.saved_in(out)] == ["000001"]
@@ -698,7 +698,7 @@ def test_interrupted_anywhere_it_equals_the_uninterrupted_run_bit_for_bit(world,
         printed = script("train_grpo.py", **settings)[1]
     assert "stopped: SIGTERM" in printed and "step 001/4" in printed and "step 002/4" not in printed and steps() == [1]
     with monkeypatch.context() as patch:  # in the evaluation after the second: nothing depends on it, it ends at once
-        before_call(patch, validate, "held_out_rewards", 1, terminate)
+        before_call(patch, held_out, "held_out_rewards", 1, terminate)
         with pytest.raises(SystemExit) as ended:
             script("train_grpo.py", **settings)
     assert not ended.value.code and steps() == [1, 2] and [row["step"] for row in eval_rows(out)] == [0]
@@ -763,7 +763,7 @@ def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_
         return latents, transitions
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "sample", not_a_number)
+        patch.setattr(sampler, "sample", not_a_number)
         names, printed = train(num_minibatches=2, max_iterations=3)
     rows, texts = train_rows(tmp_path / "out"), names["train_prompts"].prompts
     prompt = texts[prompts.group_indices(len(texts), 3, 1, 0)[(6 * batch + 2) // 4]]  # video 2 of that batch

@@ -28,7 +28,6 @@ import flow
 import fsdp
 import latent_cache
 import model as wan_model
-import rollout
 import tiny
 from guard import UserError
 from helpers import (
@@ -132,7 +131,7 @@ def stop_at(monkeypatch, step, sent=signal.SIGTERM):
             os.kill(os.getpid(), sent)
         return draw(experts, boundary_ratio, shift, seed, at)
 
-    monkeypatch.setattr(rollout, "draw_expert", draw_and_signal)
+    monkeypatch.setattr(flow, "draw_expert", draw_and_signal)
 
 
 # ----------------------------------------------------------------------------- one run
@@ -659,7 +658,7 @@ def worker(file):
     """What each of two ranks does under torchrun: the runs of a JSON file, one process group each; rank 0 tells."""
     rank, endings = int(os.environ["RANK"]), []
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # a store for each run, not torchrun's one for all
-    draw, write = flow.draw_expert, fsdp.HuggingFaceStorageWriter.write_data
+    draw, write = flow.draw_expert, checkpoints.HuggingFaceStorageWriter.write_data
     for i, run in enumerate(json.loads(Path(file).read_text())):
         os.environ["MASTER_PORT"] = str(run["port"])
 
@@ -676,7 +675,7 @@ def worker(file):
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(writer, *args)
 
-        flow.draw_expert, fsdp.HuggingFaceStorageWriter.write_data = draw_and_log, die_or_write
+        flow.draw_expert, checkpoints.HuggingFaceStorageWriter.write_data = draw_and_log, die_or_write
         try:
             ending = script("train_i2v_sft.py", **run["settings"])[1]
         except (UserError, SystemExit) as error:
