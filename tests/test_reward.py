@@ -1,7 +1,6 @@
 import io
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
@@ -57,12 +56,46 @@ def test_parse_mistakes(spec, message):
 
 def test_load_score_and_mix():
     videos = noise(3, 5, 3, 8, 8)
-    rewards = reward.load_rewards("smoothness:2.0,jpeg:-0.5", "cpu")
+    rewards = reward.load_rewards("smoothness:2.0,jpeg:-0.5", {})
     scores = reward.score(rewards, videos, ["a"] * 3, [{}] * 3)
     assert list(scores) == ["smoothness", "jpeg"]
     assert all(values.shape == (3,) and values.dtype == torch.float32 for values in scores.values())
     total = reward.mix(scores, reward.parse_rewards("smoothness:2.0,jpeg:-0.5"))
     assert torch.equal(total, 2 * scores["smoothness"] - 0.5 * scores["jpeg"])
+
+
+def test_a_loader_gets_all_settings(monkeypatch):
+    """A reward with a setting is the setting, a loader and a line in REWARDS."""
+
+    def load_threshold(name, config, device):
+        least = config["least_brightness"]
+        return lambda videos, prompts, metadata: (videos.mean((1, 2, 3, 4)) > least).to(device)
+
+    monkeypatch.setitem(reward.REWARDS, "bright", load_threshold)
+    config = {"least_brightness": 0.4, "lr": 1e-3}
+    videos = torch.tensor([0.3, 0.5])[:, None, None, None, None].expand(2, 2, 3, 4, 4)
+    for names in ("bright:2.0,smoothness", ["bright", "first_frame"], dict([("bright", 2.0)])):
+        rewards = reward.load_rewards(names, config, torch.device("cpu"))
+        assert list(rewards) == (["bright", "smoothness"] if isinstance(names, str) else list(names))
+        assert rewards["bright"](videos, None, None).tolist() == [False, True]
+    assert reward.load_rewards(["bright"], config, "meta")["bright"](videos, None, None).device.type == "meta"
+    with pytest.raises(UserError, match="reward bright: got no setting least_brightness, want it among") as error:
+        reward.load_rewards("smoothness,bright", {"lr": 1e-3})
+    assert "\n" not in str(error.value)
+    # but what goes wrong inside a loader is not taken for a missing setting
+    monkeypatch.setitem(reward.REWARDS, "bright", lambda name, config, device: {}["weights"])
+    with pytest.raises(KeyError, match="weights"):
+        reward.load_rewards("bright", config)
+
+
+@pytest.mark.parametrize("name, lacking", [
+    ("pickscore", "pickscore_frames"), ("pickscore", "pickscore_model"), ("http://127.0.0.1:1/", "reward_timeout"),
+])
+def test_missing_settings_are_named(name, lacking):
+    config = {"pickscore_model": "/nowhere/clip", "pickscore_frames": 4, "reward_timeout": 5.0}
+    del config[lacking]
+    with pytest.raises(UserError, match=f"reward {name}: got no setting {lacking}, want it among those of the script"):
+        reward.load_rewards([name], config)
 
 
 @pytest.mark.parametrize("values, message", [
@@ -167,7 +200,7 @@ def clips():
 
 
 def ball(videos, metadata):
-    values = reward.score(reward.load_rewards("ball,ball_success"), videos, ["x"] * len(videos), metadata)
+    values = reward.score(reward.load_rewards("ball,ball_success", {}), videos, ["x"] * len(videos), metadata)
     return values["ball"], values["ball_success"]
 
 
@@ -350,8 +383,8 @@ def clip_folder(tmp_path_factory):
 
 def test_pickscore_is_its_formula(clip_folder):
     videos, prompts = noise(3, 9, 3, 40, 60), ["a red ball", "cats", "a red ball"]
-    load = dict(pickscore_model=clip_folder, pickscore_frames=3)
-    got = reward.score(reward.load_rewards("pickscore", "cpu", **load), videos, prompts, [{}] * 3)["pickscore"]
+    config = dict(pickscore_model=clip_folder, pickscore_frames=3)
+    got = reward.score(reward.load_rewards("pickscore", config), videos, prompts, [{}] * 3)["pickscore"]
 
     model, tokenizer = CLIPModel.from_pretrained(clip_folder), CLIPTokenizer.from_pretrained(clip_folder)
     processor = CLIPImageProcessorPil()
@@ -365,22 +398,22 @@ def test_pickscore_is_its_formula(clip_folder):
 
     changed = videos.clone()
     changed[:, 0] = 0  # the given frame is left out
-    again = reward.score(reward.load_rewards("pickscore", "cpu", **load), changed, prompts, [{}] * 3)["pickscore"]
+    again = reward.score(reward.load_rewards("pickscore", config), changed, prompts, [{}] * 3)["pickscore"]
     assert torch.equal(got, again)
 
 
 def test_pickscore_of_few_frames_and_in_batches(clip_folder, monkeypatch):
     """More frames asked for than there are; one image; micro-batches change nothing; the model is loaded once."""
     videos, prompts, metadata = noise(3, 5, 3, 16, 16), ["a", "b", "c"], [{}] * 3
-    four = reward.load_rewards("pickscore", "cpu", pickscore_model=clip_folder, pickscore_frames=4)["pickscore"]
-    many = reward.load_rewards("pickscore", "cpu", pickscore_model=clip_folder, pickscore_frames=9)["pickscore"]
+    four, many = (reward.load_rewards("pickscore", dict(pickscore_model=clip_folder, pickscore_frames=n))["pickscore"]
+                  for n in (4, 9))
     assert torch.equal(four(videos, prompts, metadata), many(videos, prompts, metadata))
     one = four(videos[:, :1], prompts, metadata)
     assert one.shape == (3,) and torch.allclose(one, four(videos[:, :1].expand(-1, 2, -1, -1, -1), prompts, metadata))
     whole = four(videos, prompts, metadata)
     monkeypatch.setattr(reward, "CLIP_BATCH", 5)
     assert torch.allclose(whole, four(videos, prompts, metadata), atol=1e-5)
-    assert reward.load_clip(clip_folder, "cpu", "float32")[1] is reward.load_clip(clip_folder, "cpu", "float32")[1]
+    assert reward.load_clip(clip_folder, "cpu")[1] is reward.load_clip(clip_folder, "cpu")[1]
 
 
 @pytest.mark.parametrize("height, width", [(480, 832), (832, 480), (224, 224), (301, 227), (100, 64), (16, 16)])
@@ -397,7 +430,7 @@ def test_clip_pixels_equal_the_processor(height, width):
 
 def test_random_clip_is_vit_h():
     """Built without memory: the parameter count of CLIP-ViT-H-14."""
-    tokenizer, model = reward.load_clip("random", "meta", "float32")
+    tokenizer, model = reward.load_clip("random", "meta")
     assert sum(p.numel() for p in model.parameters()) == 986_109_441
     tokens = tokenizer(["a red ball", "A red", "word " * 100])
     ids = tokens["input_ids"]
@@ -414,7 +447,7 @@ def test_random_clip_is_the_same_on_every_rank(monkeypatch):
     draws = []
     for rank in range(2):
         torch.manual_seed(rank)
-        draws.append(reward.load_clip.__wrapped__("random", "cpu", "float32")[1].weight)
+        draws.append(reward.load_clip.__wrapped__("random", "cpu")[1].weight)
     assert torch.equal(*draws)
 
 
@@ -424,7 +457,7 @@ def test_random_clip_is_the_same_on_every_rank(monkeypatch):
 ])  # fmt: skip
 def test_pickscore_mistakes(clip_folder, options, message):
     with pytest.raises(UserError, match=message) as error:
-        reward.load_rewards("pickscore", "cpu", **{"pickscore_model": clip_folder, **options})
+        reward.load_rewards("pickscore", dict(pickscore_model=clip_folder, pickscore_frames=4) | options)
     assert "\n" not in str(error.value)
 
 
@@ -463,11 +496,11 @@ def server(monkeypatch):
         thread.join()
 
 
-def http_score(server, videos=None, **options):
+def http_score(server, videos=None, timeout=5.0):
     videos = noise(2, 3, 3, 4, 6) if videos is None else videos
     (name, weight), = reward.parse_rewards(f"{server.url}:0.5")
     assert weight == 0.5
-    rewards = reward.load_rewards(f"{server.url}:0.5", "cpu", **{"timeout": 5.0, **options})
+    rewards = reward.load_rewards(f"{server.url}:0.5", {"reward_timeout": timeout})
     metadata = [{"colour": "red", "points": torch.zeros(2)}, {"n": [1, 2]}]
     return reward.score(rewards, videos, ["один", "two"], metadata)[name]
 
@@ -488,13 +521,13 @@ def test_http_retries_what_can_pass(server, monkeypatch):
     http_score(server)
     assert naps == [1, 2] and len(server.requests) == 3
     server.status = [503] * 10
-    with pytest.raises(UserError, match=f"reward {server.url}: answered 503 .* after 6 attempts"):
-        http_score(server, retries=5)
-    assert naps[2:] == [1, 2, 4, 8, 8]
+    with pytest.raises(UserError, match=f"reward {server.url}: answered 503 .* after 4 attempts"):
+        http_score(server)
+    assert naps[2:] == [1, 2, 4]
     server.status = [400]
     with pytest.raises(UserError, match="answered 400 .* after 1 attempts"):
         http_score(server)
-    assert len(naps) == 7
+    assert len(naps) == 5
 
 
 @pytest.mark.parametrize("answer, message", [
@@ -518,11 +551,12 @@ def test_http_unreachable_shows_at_the_start(monkeypatch):
     url = f"http://127.0.0.1:{free.server_port}/score"
     free.server_close()
     with pytest.raises(UserError, match=f"reward {url}: .*refused after 4 attempts: is its server running") as error:
-        reward.load_rewards(f"{url}:1.0")
+        reward.load_rewards(f"{url}:1.0", {"reward_timeout": 60.0})
     assert "\n" not in str(error.value)
 
 
 def test_http_timeout(server, monkeypatch):
-    monkeypatch.setattr(BrightnessServer, "respond", lambda *_: time.sleep(0.6) or b"")
-    with pytest.raises(UserError, match="timed out after 1 attempts"):
-        http_score(server, timeout=0.2, retries=0)
+    monkeypatch.setattr(BrightnessServer, "respond", lambda *_: threading.Event().wait(0.4) or b"")
+    monkeypatch.setattr(reward.time, "sleep", lambda seconds: None)
+    with pytest.raises(UserError, match="timed out after 4 attempts"):
+        http_score(server, timeout=0.1)
