@@ -6,6 +6,10 @@ REWARDS; where it has settings or loads something, add its loader: (name, config
 
     rewards="pickscore:1.0,smoothness:0.1"     a weighted sum; without a number the weight is 1
     rewards="http://host:8000/score:1.0"       a reward in another process; the weight needs its dot there
+
+Tried on video files, whose compression, and enlarging of small ones, moves the numbers a little (jpeg's a lot):
+
+    python reward.py clip.mp4 --rewards=ball:1.0 --prompt="..." --metadata='{"colour": "red", "direction": "left"}'
 """
 
 import difflib
@@ -13,9 +17,11 @@ import functools
 import hashlib
 import http.client
 import io
+import itertools
 import json
 import math
 import re
+import sys
 import time
 import traceback
 import urllib.error
@@ -27,8 +33,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
-from configurator import UserError, first_line
+import fsdp
+from configurator import UserError, configure, first_line
 from task_rewards import ball, ball_success, first_frame, jpeg, smoothness, uint8_frames, views
+from video import read_mp4
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP_SIZE, CLIP_BATCH = 224, 32  # pixels; frames in one forward
@@ -283,3 +291,53 @@ def group_advantages(rewards, groups, global_std=False, clip=5.0):
         else:
             num_equal += 1
     return advantages.clamp(-clip, clip).float(), num_equal
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# try rewards on video files: python reward.py clip.mp4
+
+rewards = "smoothness:1.0,first_frame:1.0"  # name:weight, comma-separated
+prompt = ""  # what the clips should show
+metadata = "{}"  # JSON object, as in a prompt file
+pickscore_model = "yuvalkirstain/PickScore_v1"  # folder or hub id; "random": full size, random weights
+pickscore_frames = 4  # frames scored a clip, evenly spaced, the first left out
+reward_timeout = 60.0  # seconds an http reward may take
+device = "auto"  # "auto" | "cpu" | "cuda"
+
+
+def take_clips():
+    """Takes out of the command line, and returns, what is neither a setting, a setting's value nor a config file."""
+    clips, others = [], sys.argv[:1]
+    for before, word in itertools.pairwise(sys.argv):
+        is_value = before.startswith("--") and "=" not in before
+        is_clip = not is_value and not word.startswith("-") and not word.endswith(".py")
+        (clips if is_clip else others).append(word)
+    sys.argv = others
+    return clips
+
+
+def try_rewards(clips, config):
+    """Paths, settings: prints what each reward says of each clip, then the weighted sums."""
+    weights = parse_rewards(config["rewards"])
+    try:
+        entry = {**json.loads(config["metadata"])}
+    except (ValueError, TypeError, RecursionError):  # no JSON, no object
+        wanted = """want a JSON object like {"colour": "red", "direction": "left"}"""
+        raise UserError(f"metadata={config['metadata']:.60}: {wanted}") from None
+    if not clips:
+        raise UserError("got no clip, want python reward.py clip.mp4 --rewards=...")
+    *_, device = fsdp.init(config["device"])
+    videos = [torch.from_numpy(read_mp4(clip)[0]).movedim(-1, 1)[None] for clip in clips]  # 1 f 3 h w uint8
+    loaded = load_rewards(dict(weights), config, device)
+    scores = [score(loaded, video.to(device) / 255, [config["prompt"]], [entry]) for video in videos]
+    rows = {f"{name}:{weight:g}": [each[name] for each in scores] for name, weight in weights}
+    rows["weighted sum"] = [mix(each, weights) for each in scores]
+    width = max(map(len, rows))
+    for label, values in rows.items():
+        for clip, value in zip(clips, values, strict=True):
+            print(f"{label:{width}} {value.item():12.6f}  {clip}")
+
+
+if __name__ == "__main__":
+    clips = take_clips()
+    try_rewards(clips, configure(globals(), also=("train_grpo.py",)))

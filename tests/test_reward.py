@@ -1,5 +1,8 @@
 import io
 import json
+import runpy
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -16,6 +19,8 @@ import task_rewards
 import tiny
 from configurator import UserError
 from geometry import normalise_points
+from helpers import ENVIRONMENT, REPOSITORY, refusal, script
+from video import read_mp4, write_mp4
 
 
 def noise(*shape, seed=0):
@@ -560,3 +565,100 @@ def test_http_timeout(server, monkeypatch):
     monkeypatch.setattr(reward.time, "sleep", lambda seconds: None)
     with pytest.raises(UserError, match="timed out after 4 attempts"):
         http_score(server, timeout=0.1)
+
+
+# ----------------------------------------------------------------------------- rewards of video files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two clips of the tiny scene, of a blue ball that goes left, of 5 and of 7 frames."""
+    folder = tmp_path_factory.mktemp("clips")
+    paths = []
+    for name, num_frames in (("a.mp4", 5), ("b.mp4", 7)):
+        rgb, _ = tiny.render(tiny.ball_track("left", num_frames, np.random.default_rng(num_frames)), "blue", 1)
+        paths.append(str(write_mp4(folder / name, rgb, fps=8)))
+    return paths
+
+
+def printed_scores(text):
+    """{(label, clip): number} of what `python reward.py` prints, whose columns are aligned."""
+    rows = [line.rsplit(maxsplit=2) for line in text.splitlines()]
+    assert len({line.rindex(row[1]) + len(row[1]) for line, row in zip(text.splitlines(), rows, strict=True)}) == 1
+    return {(label, clip): float(number) for label, number, clip in rows}
+
+
+def test_files_from_the_command_line(files):
+    """Numbers as the functions give them; the weighted sum; flags with and without =, before and after the clips."""
+    command = [sys.executable, "reward.py", "--prompt", "a b", files[0], "--rewards=smoothness:1.0,ball:-0.5", files[1],
+               "--metadata", '{"colour": "blue", "direction": "left"}', "--device=cpu"]
+    run = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")
+    wanted = {}
+    for path in files:
+        frames, fps = read_mp4(path)
+        assert fps == 8 and len(frames) == (5 if path is files[0] else 7)
+        videos = torch.from_numpy(frames / 255).float().permute(0, 3, 1, 2)[None]
+        smooth = reward.smoothness(videos, None, None).item()
+        at_goal = reward.ball(videos, None, [{"colour": "blue", "direction": "left"}]).item()
+        assert smooth < -1e-3 and at_goal > 0.8
+        wanted |= {("smoothness:1", path): smooth, ("ball:-0.5", path): at_goal,
+                   ("weighted sum", path): smooth - at_goal / 2}
+    assert printed_scores(run.stdout) == pytest.approx(wanted, abs=2e-6)
+    assert list(printed_scores(run.stdout)) == [(label, path) for label in ("smoothness:1", "ball:-0.5", "weighted sum")
+                                                for path in files]
+
+
+def test_files_with_pickscore_and_a_recipe(files, clip_folder, tmp_path):
+    """Settings come from a config file that train_grpo.py may share; a prompt changes what PickScore says."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(f'rewards = "pickscore:2"\npickscore_model = {clip_folder!r}\npickscore_frames = 3\nlr = 1e-3\n')
+    scores = []
+    for prompt in ("a ball", "cats"):
+        _, printed = script("reward.py", files[0], recipe, prompt=prompt, device="cpu")
+        videos = torch.from_numpy(read_mp4(files[0])[0] / 255).float().permute(0, 3, 1, 2)[None]
+        config = dict(pickscore_model=clip_folder, pickscore_frames=3)
+        wanted = reward.score(reward.load_rewards("pickscore", config), videos, [prompt], [{}])["pickscore"].item()
+        assert printed_scores(printed) == pytest.approx(
+            {("pickscore:2", files[0]): wanted, ("weighted sum", files[0]): 2 * wanted}, abs=2e-6)
+        scores.append(wanted)
+    assert abs(scores[0] - scores[1]) > 1e-3
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(rewards="bal:1.0"), "rewards=bal:1.0: got 'bal' (did you mean ball?), want some of pickscore"),
+    (dict(rewards="ball"), "reward ball or ball_success: got colour None in metadata, want one of"),
+    (dict(rewards="views"), "reward views: got no box in metadata, want box and cameras"),
+    (dict(metadata="[1]"), 'metadata=[1]: want a JSON object like {"colour": "red", "direction": "left"}'),
+    (dict(metadata="{colour: red}"), "metadata={colour: red}: want a JSON object"),
+    (dict(metadata="[" * 100_000), "want a JSON object"),
+    (dict(rewards="pickscore", pickscore_frames=0), "pickscore_frames=0: want at least 1"),
+    (dict(device="tpu"), "device=tpu: want auto, cpu or cuda"),
+    (dict(reward="ball"), "--reward is not a setting of reward.py; the nearest is rewards"),
+])
+def test_files_mistakes(files, settings, message):
+    assert message in refusal("reward.py", files[0], **settings)
+
+
+def test_files_that_are_none(files, tmp_path):
+    text = tmp_path / "text.mp4"
+    text.write_text("no video\n")
+    assert f"{tmp_path}/none.mp4: no such file" in refusal("reward.py", files[0], tmp_path / "none.mp4")
+    assert f"{text}: ffmpeg finds no video in it" in refusal("reward.py", text, rewards="pickscore:1.0")
+    assert "got no clip, want python reward.py clip.mp4 --rewards=" in refusal("reward.py")
+    still = write_mp4(tmp_path / "still.mp4", np.zeros((1, 16, 16, 3), np.uint8), fps=8)
+    assert "reward smoothness: got videos of 1 frames, want at least 3" in refusal("reward.py", still)
+
+
+def test_help_lists_the_settings_of_files():
+    """And nothing else: a constant of reward.py is no setting."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "stdout", printed := io.StringIO())
+        patch.setattr(sys, "argv", ["reward.py", "clip.mp4", "--help"])
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        runpy.run_path(str(REPOSITORY / "reward.py"), run_name="__main__")
+    assert ended.value.code == 0
+    flags = [line.split("=")[0].strip() for line in printed.getvalue().splitlines() if line.startswith("  --")]
+    assert flags == [f"--{name}" for name in ("rewards", "prompt", "metadata", "pickscore_model", "pickscore_frames",
+                                              "reward_timeout", "device")]
+    assert "python reward.py clip.mp4 --rewards=" in printed.getvalue()
