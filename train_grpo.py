@@ -215,9 +215,8 @@ say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise 
 
 # ----------------------------------------------------------------------------- rewards, text, VAE
 with fsdp.all_ranks_agree():
-    options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, timeout=reward_timeout)
     more = reward.parse_rewards(eval_rewards, "eval_rewards") if eval_rewards else []
-    all_rewards = reward.load_rewards(dict(weights + more).items(), device, **options)  # name -> reward
+    all_rewards = reward.load_rewards(dict(weights + more), config, device)  # name -> reward
     train_rewards = {name: all_rewards[name] for name, _ in weights}
     if is_main:
         hold_folder(out_dir)  # a job submitted twice must not touch the servers of the first
