@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-from configurator import UserError
+from guard import UserError
 
 MIN_SIDE = 256  # pixels: smaller videos are enlarged by a whole factor, so that players show them sharp
 CELL_SIDES = (128, 384)  # pixels: least and greatest longer side of a frame in a contact sheet

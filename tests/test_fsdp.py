@@ -465,7 +465,7 @@ MOMENTS = {
     "a shard is written": (os, "fsync"),
     "all shards are written": (json, "dump"),
     "all is there but the name": (os, "replace"),
-    "it has its name, the old one is there": (checkpoints, "checkpoints"),
+    "it has its name, the old one is there": (checkpoints, "saved_in"),
     "the old one is being deleted": (shutil, "rmtree"),
 }
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from configurator import UserError
+from guard import UserError
 from video import contact_sheet, psnr, read_mp4, ssim, to_uint8, write_mp4
 
 
