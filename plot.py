@@ -113,11 +113,11 @@ def _keys(logs, wanted):
     return [key for key in keys if any(_series(rows, key).size for rows in logs)]
 
 
-def _figure(titles, more_height=0.0):
-    """A figure with a panel for each title, in up to three columns, and inches to spare -> figure, axes of each."""
+def _figure(titles):
+    """A figure with a panel for each title, in up to three columns -> figure, axes of each."""
     columns = min(3, max(1, len(titles)))
     lines = max(1, math.ceil(len(titles) / columns))
-    figure = Figure(figsize=(5 * columns, 3.4 * lines + more_height), dpi=110, layout="constrained")
+    figure = Figure(figsize=(5 * columns, 3.4 * lines), dpi=110, layout="constrained")
     panels = [figure.add_subplot(lines, columns, n + 1, title=title, xlabel="step") for n, title in enumerate(titles)]
     for axes in panels:
         axes.grid(alpha=0.3)
@@ -199,7 +199,7 @@ def _panel(axes, rows, keys):
 
 
 def _what_differs(runs):
-    """{setting: value as text} of each run where the settings differ; a run without a config.json has none."""
+    """{setting: the last 30 letters of its value, in ASCII} of each run, where they differ; {} without a config.json."""
     settings = []
     for path in (Path(run, "config.json") for run in runs):
         try:
@@ -209,7 +209,6 @@ def _what_differs(runs):
     known = [found for found in settings if found]
     names = [name for name in dict.fromkeys(name for found in known for name in found) if name not in ASIDE]
     names = [name for name in names if any(found.get(name) != known[0].get(name) for found in known)]
-    # their last 30 letters, which tell paths apart, in letters that every terminal and font has
     return [{name: ascii(found.get(name, "not set")).strip("'")[-30:] for name in names if found} for found in settings]
 
 
@@ -230,7 +229,7 @@ def draw_together(path, runs):
     styles = [{"color": f"C{n % 10}", "linestyle": ("-", "--", ":")[n // 10 % 3]} for n in range(len(runs))]
     found = [(wanted, key) for wanted in PANELS if wanted != SIGMA_BIN for key in _keys(logs, wanted)]
     titles = [PANELS[wanted] + (f": {key.removeprefix(wanted)}" if key != wanted else "") for wanted, key in found]
-    figure, panels = _figure(titles, more_height=0.5 * len(runs))
+    figure, panels = _figure(titles)
     for n, rows in enumerate(logs):
         texts[n] += f" (ends at step {ends[n]}, the longest at {max(ends)})" if ends[n] < max(ends) else ""
         for axes, (_, key) in zip(panels, found, strict=True):
@@ -240,6 +239,7 @@ def draw_together(path, runs):
         for rows in logs:
             _bounds(axes, rows, key)
     texts = [textwrap.fill(text.replace("$", "\\$"), int(13 * figure.get_figwidth())) for text in texts]
+    figure.set_figheight(figure.get_figheight() + 0.2 * len("\n".join(texts).splitlines()))  # the legend's room
     figure.legend([Line2D([], [], **style) for style in styles], texts, loc="outside upper left", fontsize="small")
     return _save(figure, path)
 
