@@ -199,7 +199,7 @@ def _panel(axes, rows, keys):
 
 
 def _what_differs(runs):
-    """{setting: the last 30 letters of its value, in ASCII} of each run, where they differ; {} without a config.json."""
+    """{setting: last 30 letters of its value, in ASCII} of each run, where they differ; {} without a config.json."""
     settings = []
     for path in (Path(run, "config.json") for run in runs):
         try:
