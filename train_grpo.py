@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import adapters
+import artifacts
 import checkpoints
 import cost
 import encoders
@@ -173,7 +174,8 @@ with fsdp.all_ranks_agree():
     if rollout == "sglang":
         sglang_client.check_settings(config, wan)
         recompute_log_prob = True
-    num_trained = adapters.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
+    belongs_to = artifacts.belongs_to(wan, config)  # what is exported says it
+    num_trained = adapters.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora, belongs_to)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
@@ -556,7 +558,7 @@ def export():
     """The (averaged) adapters, or all weights of full fine-tuning, for other tools. Collective."""
     whole = wan_model.by_expert(fsdp.gather(averaged))
     if is_main:
-        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
+        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets, belongs_to)
 
 
 def save(iteration):

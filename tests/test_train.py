@@ -454,7 +454,7 @@ def test_sample_refuses_in_one_line(world, straight, tmp_path):
     for change, words in [
         (dict(lora="x", checkpoint="y"), "lora and checkpoint: want one of them"),
         (dict(checkpoint=straight), "no meta.json there; want a run's ckpt/step_NNNNNN"),
-        (dict(lora=tmp_path), "no exported adapter for high or low in it"),
+        (dict(lora=tmp_path), "no exported adapter in it; want a run's lora/ folder"),
         (dict(demo="demo_99"), "demo=demo_99: not in "),
         (dict(start=9), "start=9: demo_23 has "),
         (dict(demo=""), "want either images (one a view) or a demo of data"),
