@@ -1,4 +1,4 @@
-"""What an exported adapter or model belongs to: its record, and what sample.py takes from it where nothing is given.
+"""What exported adapters, models and checkpoints belong to: their record, what sample.py takes from it, and refuses.
 
 A record is one JSON dict: the run's settings that its weights belong to, by sample.py's names, the base model (kind,
 sizes, content), the box of the pointmaps and the commit. Adapters have it in their metadata ("nanowan"), a model folder
@@ -10,23 +10,21 @@ import os
 
 import adapters
 import checkpoints
-from adapters import GEOMETRY
 from configurator import git_commit, given
 from guard import UserError, first_line
 from latent_cache import contents, weights_identity
 
-SETTINGS = (  # of a record, beside "model": those that sample.py must have too, then those that may be given otherwise
-    *GEOMETRY, "experts", "clamp_first_frame", "boundary_ratio", "max_text_tokens", "negative_prompt", "guidance_scale",
-    "guidance_scale_2", "fps", "dtype")
+SETTINGS = (  # of a record: those that sample.py must have too, then those that may be given otherwise
+    "model", *adapters.GEOMETRY, "experts", "clamp_first_frame", "boundary_ratio", "max_text_tokens", "negative_prompt",
+    "guidance_scale", "guidance_scale_2", "fps", "dtype")
 
 
 def settings_of(config):
     """The settings that a run's weights belong to; train_grpo.py's picture is a cell of one view without name."""
-    named = {}
     if "height" in config:
-        named = dict(views="", pointmaps=False, clamp_first_frame=False, cell_height=config["height"],
-                     cell_width=config["width"])
-    return {name: value for name, value in (named | config).items() if name in ("model", *SETTINGS)}
+        config = dict(views="", pointmaps=False, clamp_first_frame=False, cell_height=config["height"],
+                      cell_width=config["width"]) | config
+    return {name: config[name] for name in SETTINGS if name in config}
 
 
 def belongs_to(wan, config, box=None):
@@ -34,9 +32,8 @@ def belongs_to(wan, config, box=None):
     content = contents(config, "model")["content of model"] or weights_identity(wan.model, "transformer")
     sizes = {name: wan.config[name] for name in ("num_layers", "ffn_dim", "in_channels", "out_channels")}
     sizes["dim"] = wan.config["num_attention_heads"] * wan.config["attention_head_dim"]
-    return settings_of(config) | sizes | {
-        "kind": wan.kind, "boundary_ratio": wan.boundary_ratio or 0.0, "content of model": content, "box": box,
-        "commit": git_commit()}
+    return settings_of(config) | sizes | {"kind": wan.kind, "boundary_ratio": wan.boundary_ratio or 0.0, "box": box,
+                                          "content of model": content, "commit": git_commit()}
 
 
 def read_json(path, wanted):
@@ -50,7 +47,7 @@ def read_json(path, wanted):
 
 def records_of(config):
     """The records of the weights that sample.py is given: one a file of a lora; [{}] where they say nothing."""
-    lora, checkpoint, model_record = config["lora"], config["checkpoint"], f"{config['model']}/nanowan.json"
+    lora, checkpoint, of_model = config["lora"], config["checkpoint"], f"{config['model']}/nanowan.json"
     if lora and checkpoint:
         raise UserError("lora and checkpoint: want one of them")
     if lora:
@@ -62,11 +59,9 @@ def records_of(config):
         if not os.path.isfile(os.path.join(checkpoint, "meta.json")):
             raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
         meta = checkpoints.read_meta(checkpoint)
-        content = meta["config"].get("content of model")
-        return [settings_of(meta["config"]) | {"content of model": content, "box": meta.get("box")}]
-    if not os.path.isfile(model_record):
-        return [{}]
-    record = read_json(model_record, "what a run of full fine-tuning exported")
+        return [settings_of(meta["config"]) | {"box": meta.get("box"),
+                                               "content of model": meta["config"].get("content of model")}]
+    record = read_json(of_model, "what full fine-tuning exported") if os.path.isfile(of_model) else {}
     return [{name: value for name, value in record.items() if name not in ("model", "content of model")}]  # its base's
 
 
@@ -95,10 +90,10 @@ def check(wan, config):
     ours, records = belongs_to(wan, config), records_of(config)
     for record in records:
         adapters.check_base(record, ours, source)
-        for name in GEOMETRY:
+        for name in adapters.GEOMETRY:
             was, now = record.get(name), config[name]
             unnamed = name == "views" and was == ""  # one picture
             if name in record and was != now and not (unnamed and "," not in now):
-                raise UserError(f"{name}={now}: {source} was trained with {'one view' if unnamed else was}, want the "
-                                "same")
+                was = "one view" if unnamed else was
+                raise UserError(f"{name}={now}: {source} was trained with {was}, want the same")
     return records[0]

@@ -123,13 +123,13 @@ def _split(args, run):
     args = list(args)
     while args:
         arg = args.pop(0)
-        if run and arg.endswith(".json") and not arg.startswith("--"):
-            flags.append((run, arg))
-            continue
         if not arg.startswith("--"):
-            if not arg.endswith(".py"):
+            if run and arg.endswith(".json"):
+                flags.append((run, arg))
+            elif arg.endswith(".py"):
+                files.append(arg)
+            else:
                 raise UserError(f"{arg}: want a config file (config/NAME.py) or --key=value")
-            files.append(arg)
             continue
         key, has_value, text = arg[2:].partition("=")
         if not has_value:

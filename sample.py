@@ -13,6 +13,7 @@ import os
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 import adapters
@@ -74,27 +75,27 @@ with fsdp.all_ranks_agree():
     check_values(config, at_least=dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01),
                  one_of=dict(dtype=("float32", "bfloat16")))
     wan.dtype = getattr(torch, dtype)
-    wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
-    guidance_scale_2 = guidance_scale_2 or guidance_scale
+    guidance = wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
-    adapted = {}  # expert -> rank, alpha, targets of its adapter
+    adapted = {}  # expert -> rank (0: all weights), alpha, targets of what is put on it
+    settings = checkpoints.read_meta(checkpoint)["config"] if checkpoint else {}
+    if checkpoint:
+        adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
+        adapted = {e: adapter for e in wan.expert_names if settings.get("experts", "both") in ("both", e)}
     if lora:
         adapted = {e: adapters.read_lora(lora, e)[1:] for e in wan.expert_names if adapters.has_lora(lora, e)}
         if not adapted:
             raise UserError(f"lora={lora}: no exported adapter for {' or '.join(wan.expert_names)} in it")
         for expert, adapter in adapted.items():
             adapters.check_lora(wan, [expert], *adapter, lora)
-        if rank == 0:
-            print(f"{lora}: {adapters.compare(record, config)}")
+        fsdp.say(f"{lora}: {adapters.compare(record, config)}")
     if bool(images) == bool(demo):
         raise UserError(f"images={images!r}, demo={demo!r}: want either images (one a view) or a demo of data")
     box = None
     if pointmaps:
-        if workspace_box:
-            box = robot_data.parse_box(workspace_box)
-        else:
-            box = record.get("box") or (latent_cache.cached_box(cache_dir) if cache_dir else None)
+        box = robot_data.parse_box(workspace_box) if workspace_box else record.get("box")
+        box = box or (latent_cache.cached_box(cache_dir) if cache_dir else None)
         if box is None or images:
             raise UserError("pointmaps=True: want a demo, and workspace_box or a lora, model or checkpoint that holds "
                             f"one, or the training's cache (got cache_dir={cache_dir!r})")
@@ -137,25 +138,17 @@ modalities, view_names = (list(dict.fromkeys(names)) for names in zip(*truth, st
 vae = encoders.load_vae(model, device)
 condition = None
 if wan.kind != "t2v" or clamp_first_frame:
-    condition = robot_data.join_cells({name: encoders.encode_condition(vae, cell[None, :, 0], num_frames, wan.kind)
-                                       for name, cell in truth.items()})  # b z F|1 H W
-tokenizer, text_encoder = encoders.load_text_encoder(model, device)
-text = encoders.encode_text(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens).to(device)
-text, negative = text.split(1)  # 1 n d each
-if rank == 0:
-    for line in encoders.text_warnings(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens):
-        print(line)
-del tokenizer, text_encoder
+    given = {name: cell[None, :, 0] for name, cell in truth.items()}  # 1 3 h w each
+    condition = sampler.encode_given(vae, given, num_frames, wan.kind)  # 1 z F|1 H W
+tokens = sampler.embed(model, [prompt, negative_prompt], max_text_tokens, device, wan.dtype)  # {prompt: n d}
+text, negative = (F.pad(tokens[name], (0, 0, 0, max_text_tokens - len(tokens[name])))[None].to(device)
+                  for name in (prompt, negative_prompt))  # 1 n d each
 
 # ----------------------------------------------------------------------------- model
 mesh = fsdp.make_mesh(device, 1)
-settings = checkpoints.read_meta(checkpoint)["config"] if checkpoint else {}
 for expert in wan.expert_names:
-    trained = expert in adapted or (checkpoint and settings.get("experts", "both") in ("both", expert))
     adapter = adapted.get(expert, (0, 0, ""))
-    if trained and checkpoint and settings["lora_rank"]:
-        adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
-    transformer = wan_model.load_expert(wan, expert, device, settings.get("seed", 0), trained, *adapter, lora)
+    transformer = wan_model.load_expert(wan, device, settings.get("seed", 0), *adapter, lora, expert, expert in adapted)
     fsdp.wrap_blocks(transformer, "none", compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 if checkpoint:
@@ -170,12 +163,11 @@ if checkpoint:
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
                 len(view_names) * cell_width // stride[2])
 sigmas = flow.sigma_grid(num_inference_steps, shift)
-if rank == 0:
-    print(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, "
-          f"guidance {guidance_scale:g} (high) {guidance_scale_2:g} (low), latents {latent_shape}")
-    print(f"prompt: {prompt}")
+fsdp.say(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, "
+         f"guidance {guidance_scale:g} (high) {guidance['guidance_scale_2']:g} (low), latents {latent_shape}\n"
+         f"prompt: {prompt}")
 noise = flow.randn(latent_shape, seed)[None].to(device)
-latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
+latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, **guidance,
                             progress="sampling" if rank == 0 else None)
 if rank == 0:
     cells = sampler.decode_cells(vae, latents[0], modalities, view_names)

@@ -257,7 +257,7 @@ def test_with_b_at_0_it_is_the_model_under_the_adapters(checkpoints):
     exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
     before = velocities(wan)
     parameters = wan_model.trainable_parameters(wan)
-    off = fsdp.swapped_in(parameters, {name: None for name in parameters if ".lora_B." in name})
+    off = fsdp.swapped_in(parameters, {name: 0 for name in parameters if ".lora_B." in name})
     with pytest.raises(RuntimeError), off:
         inside = velocities(wan)
         raise RuntimeError

@@ -459,7 +459,7 @@ def test_sample_refuses_in_one_line(world, straight, tmp_path):
         (dict(start=9), "start=9: demo_23 has "),
         (dict(demo=""), "want either images (one a view) or a demo of data"),
         (dict(demo="", images="nowhere.png", prompt="x"), "images=nowhere.png: "),
-        (dict(pointmaps=True), "pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one"),
+        (dict(pointmaps=True), "pointmaps=True: want a demo, and workspace_box or a lora, model or checkpoint"),
         (dict(cell_width=20), "cell_width=20: want a multiple of 8 (16 or 24)"),
         (dict(num_frames=6), "num_frames=6: want 4n+1 (5 or 9)"),
         (dict(dtype="float16"), "dtype=float16: want float32 or bfloat16"),
