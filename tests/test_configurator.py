@@ -241,7 +241,7 @@ def test_only_rank_0_speaks(run, monkeypatch, capsys):
 
 
 def test_what_is_given_and_what_a_script_knows_better(run, tmp_path, monkeypatch):
-    """A .json argument is the value of the setting `run`; defaults come after files and flags, in the setting's type."""
+    """A .json argument is the setting `run`'s value; defaults come after files and flags, in the setting's type."""
     run("a.py", "--lr=1", a="steps = 3\nboundary = 0.5")
     assert configurator.given == {"lr", "steps"}
     run()
