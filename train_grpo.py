@@ -295,9 +295,7 @@ def recompute(records):
     worst = {}
     for record in records:
         for step in record.steps:
-            now = distribution(record, step)
-            ours = now._replace(mean=now.mean.detach().cpu(), log_prob=now.log_prob.detach().cpu(),
-                                gen_mask=now.gen_mask.cpu())
+            ours = distribution(record, step).on_cpu()
             if step.log_prob is not None:
                 error = wan_rollout.sampler_error(law, step, ours, sigmas, noise_level)
                 for name, value in zip(("drift/velocity", "drift/ratio"), error, strict=True):
