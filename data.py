@@ -18,15 +18,15 @@ from read_hdf5 import RobotDemos
 # demonstrations
 
 # A reader's __init__ names the settings it wants and checks all metadata. It has
-#   views, pointmaps                       [camera], the columns of the grid; whether depth and cameras are wanted too
-#   splits, num_frames, prompts            {demo: "train" | "val"}, {demo: frames}, {demo: instruction}, train first
-#   windows(num_frames, stride, pad_short) -> [Window]; sets skipped, [(demo, frames)] of the demos too short for one,
-#                                          and num_uncovered, frames at the ends of demos that are in none (all_windows)
-#   rgb(window, view, num_frames)          -> uint8 f h w 3, the last frame held up to num_frames (hold_last)
-#   camera(window, view, num_frames)       -> depth f h w, K f 3 3, E f 4 4, float32 (check_camera)
-#   points(window, view, num_frames)       -> xyz f h w 3 in metres, valid f h w (world_points)
-#   image_size(demo, view), has_depth(demo) -> (h, w) as recorded; whether depth and cameras are there for all views
-#   fingerprint()                          -> {name: value} of what shapes a cache; "cameras": its pointmaps alone
+#   views, pointmaps             [camera], the columns of the grid; whether depth and cameras are wanted too
+#   splits, num_frames, prompts  {demo: "train" | "val"}, {demo: frames}, {demo: instruction}; train first
+#   windows(num_frames, window_stride, pad_short)  -> [Window]; sets skipped, [(demo, frames)] of the demos too short,
+#                                and num_uncovered, frames at the ends of demos that are in none (all_windows)
+#   rgb(window, view, num_frames)                  -> uint8 f h w 3, the last frame held up to num_frames (hold_last)
+#   camera(window, view, num_frames)               -> depth f h w, K f 3 3, E f 4 4, float32 (check_camera)
+#   points(window, view, num_frames)               -> xyz f h w 3 in metres, valid f h w (world_points)
+#   image_size(demo, view), has_depth(demo)        -> (h, w) as recorded; whether all views have depth and cameras
+#   fingerprint()                                  -> {name: value} of what shapes a cache; "cameras": pointmaps alone
 # recordings.py has what stands in brackets, for every reader.
 
 
