@@ -750,8 +750,8 @@ def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(np.inf))
         line = refusal("train_grpo.py", **paths(world), **QUICK | dict(max_bad_steps=2), out_dir=tmp_path / "bad")
-    assert line.startswith("error: iteration 1: 2 non-finite steps in a row, the last one's in the gradient of no single"
-                           " video: lower lr")
+    assert line.startswith("error: iteration 1: 2 non-finite steps in a row, the last one's in the gradient of no "
+                           "single video: lower lr")
 
 
 # ----------------------------------------------------------------------------- refusals
