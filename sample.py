@@ -30,6 +30,7 @@ import validate
 import video
 from configurator import check_values, configure
 from guard import UserError
+from recordings import Window
 
 run = ""  # a run's config.json, also without --run=: its settings, and the lora/ or model/ it exported
 model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME
@@ -100,15 +101,15 @@ with fsdp.all_ranks_agree():
             raise UserError("pointmaps=True: want a demo, and workspace_box or a lora, model or checkpoint that holds "
                             f"one, or the training's cache (got cache_dir={cache_dir!r})")
     if demo:
-        demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+        demos = robot_data.open_demos(config)
         if demo not in demos.num_frames:
             some = ", ".join(list(demos.num_frames)[:5])
             raise UserError(f"demo={demo}: not in {data}, which has {len(demos.num_frames)} demos: {some}, ...")
         frames_there = demos.num_frames[demo]
         if not 0 <= start < frames_there:
             raise UserError(f"start={start}: {demo} has {frames_there} frames")
-        window = robot_data.Window(demo, start, min(num_frames, frames_there - start), "val")
-        prompt = prompt or demos.prompt(demo)
+        window = Window(demo, start, min(num_frames, frames_there - start), "val")
+        prompt = prompt or demos.prompts[demo]
         truth, valid = validate.ground_truth(demos, window, config, box, device)
     else:
         if "views" in record and images.count(",") != record["views"].count(","):

@@ -140,7 +140,7 @@ with fsdp.all_ranks_agree():
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
-    demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+    demos = robot_data.open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     num_train = sum(window.split == "train" for window in windows)
     if batch_size * world_size > num_train:
@@ -189,7 +189,7 @@ if dry_run:
 
 # ----------------------------------------------------------------------------- data
 with fsdp.all_ranks_agree():
-    cache = latent_cache.LatentCache(config, wan.kind)
+    cache = latent_cache.LatentCache(config, wan.kind, demos)
     if is_main:
         save_config(out_dir, config)  # an out_dir that cannot be written is found here
 

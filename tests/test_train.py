@@ -43,6 +43,7 @@ from helpers import (
     script,
     tensors_of,
 )
+from recordings import Window
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = dict(batch_size=8, lr=1e-3, max_steps=6, log_interval=1, eval_interval=3, save_interval=3, warmup_steps=2,
@@ -437,12 +438,12 @@ def test_sample_makes_the_same_video_from_model_lora_and_checkpoint(world, strai
 
 def test_sample_takes_images_too(world, tmp_path):
     demos = robot_data.RobotDemos(world / "robot.hdf5", "robot0_agentview_left,robot0_agentview_right")
-    window = robot_data.Window("demo_23", 0, 5, "val")
+    window = Window("demo_23", 0, 5, "val")
     for view in demos.views:
         tiny.Image.fromarray(demos.rgb(window, view, 1)[0]).save(tmp_path / f"{view}.png")
     common = dict(model=world / "i2v", num_inference_steps=2)
     images = ",".join(str(tmp_path / f"{view}.png") for view in demos.views)
-    prompt = demos.prompt("demo_23")
+    prompt = demos.prompts["demo_23"]
     ours, _ = script("sample.py", **common, images=images, prompt=prompt, out=tmp_path / "a")
     wanted, _ = script("sample.py", **common, data=world / "robot.hdf5", demo="demo_23", out=tmp_path / "b")
     assert torch.equal(ours["latents"], wanted["latents"])
