@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 import adapters
+import artifacts
 import checkpoints
 import cost
 import data as robot_data
@@ -134,11 +135,12 @@ with fsdp.all_ranks_agree():
         raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
                         + ("" if "single" in wan.expert_names else ", high or low"))
     trained = wan.expert_names if experts == "both" else (experts,)
-    adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora)
+    belongs_to = artifacts.belongs_to(wan, config)  # what is exported says it
+    adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora, belongs_to)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
-    demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+    demos = robot_data.open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     num_train = sum(window.split == "train" for window in windows)
     if batch_size * world_size > num_train:
@@ -187,7 +189,7 @@ if dry_run:
 
 # ----------------------------------------------------------------------------- data
 with fsdp.all_ranks_agree():
-    cache = latent_cache.LatentCache(config, wan.kind)
+    cache = latent_cache.LatentCache(config, wan.kind, demos)
     if is_main:
         save_config(out_dir, config)  # an out_dir that cannot be written is found here
 
@@ -273,7 +275,7 @@ def export():
     """The adapters, or all weights of full fine-tuning, for other tools (their average with EMA). Collective."""
     whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
     if is_main:
-        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
+        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets, belongs_to | {"box": cache.box})
 
 
 def not_finite(sample_losses, step):
