@@ -108,13 +108,8 @@ def measure(plain):
 rows = []
 for plain in (True, False) if baseline else (False,):
     seconds, peak, first = measure(plain)
-    estimate = cost.estimate_memory(
-        wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, wan.dtype, lora_rank,
-        lora_targets, "full" if plain else checkpointing, ema=False, compiled=compile_blocks and not plain,
-        per_token=wan.kind == "ti2v")
     ours = f"nanoWan, {checkpointing} checkpointing{', compiled' if compile_blocks else ''}"
-    rows.append(("diffusers + peft, full checkpointing, eager" if plain else ours, seconds, peak, first,
-                 sum(estimate.values())))
+    rows.append(("diffusers + peft, full checkpointing, eager" if plain else ours, seconds, peak, first))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -123,9 +118,8 @@ if rank == 0:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{model}, {tokens:,} tokens, batch {batch_size} a GPU, {method}, {world_size} x {name}, "
           f"torch {torch.__version__}")
-    print(f"{'':48s} s/step     MFU  peak GiB  estimated  first step")
-    for name, seconds, peak, first, estimated in rows:
+    print(f"{'':48s} s/step     MFU  peak GiB  first step")
+    for name, seconds, peak, first in rows:
         median = statistics.median(seconds)
-        print(f"{name:48s} {median:6.2f}  {flops / median / (peak_tflops * 1e12):6.1%}  {peak:8.1f}  "
-              f"{estimated:9.1f}  {first:7.1f} s")
+        print(f"{name:48s} {median:6.2f}  {flops / median / (peak_tflops * 1e12):6.1%}  {peak:8.1f}  {first:7.1f} s")
 fsdp.cleanup()

@@ -162,6 +162,7 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
                  f"{config['guidance_scale_2'] or config['guidance_scale']:g} (low) in sampling")
     lines.append(f"cost       {sum(flops('none')) / 1e12:,.2f} TFLOP a step and rank without recomputation")
     estimates = {name: memory(name) for name in KEPT}
+    fitting = [name for name, estimate in estimates.items() if not gib or fits(estimate, gib)]
     lines.append(f"memory     about {sum(estimates[own].values()):.1f} GiB a GPU: {parts(estimates[own])}"
                  + (", without VAE and rewards" if forwards else ""))
     seconds = {name: estimate_seconds(gpu, compiled, *flops(name), per_token) for name in KEPT if gpu}
@@ -172,13 +173,13 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
     if config.get("dry_run"):
         width = max(len(parts(estimate)) for estimate in estimates.values())
         for name, estimate in estimates.items():
-            verdict = "fits" if fits(estimate, gib) else "doesn't fit"
+            verdict = "fits" if name in fitting else "doesn't fit"
             lines.append(f"  {name:9s}{sum(estimate.values()):7.1f} GiB: {parts(estimate):{width}}"
                          + (f"   {seconds[name][0]:6.2f} s a step" if gpu else "")
                          + (f"   {verdict} {gib:.0f} GiB" if gib else ""))
-    if gib and not fits(estimates[own], gib):
-        better = [f"checkpointing={name} does" for name, estimate in estimates.items() if fits(estimate, gib)]
-        lines.append(f"warning    checkpointing={own} doesn't fit {gib:.0f} GiB: " + (better or ["none does"])[0]
+    if own not in fitting:
+        lines.append(f"warning    checkpointing={own} doesn't fit {gib:.0f} GiB: "
+                     + (f"checkpointing={fitting[0]} does" if fitting else "none does")
                      + "; more GPUs, a smaller batch or clip" + ("" if compiled else ", compile_blocks=True") + " help")
     return lines
 
@@ -187,30 +188,25 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
 
 
 def table():
-    """-> markdown: the fastest checkpointing that fits each number of cards, and its GiB on each of them."""
+    """-> markdown: the fastest checkpointing that fits on so many cards, and the GiB that it takes of each."""
     from model import describe  # which imports this file
 
-    attention = "to_q,to_k,to_v,to_out.0"
-    mlp = ",ffn.net.0.proj,ffn.net.2"
-    a14b, rgb, hcpt = "random:i2v-a14b", (16, 21, 54, 96), (16, 21, 108, 96)  # 81 frames of two 432 x 384 views
-    runs = {
-        "A14B RGB, LoRA rank 16": (a14b, rgb, 16, attention, 1),
-        "A14B RGB, LoRA rank 64": (a14b, rgb, 64, attention, 1),
-        "A14B HCPT, LoRA rank 16": (a14b, hcpt, 16, attention, 1),
-        "A14B HCPT, LoRA rank 64": (a14b, hcpt, 64, attention, 1),
-        "A14B RGB, all weights": (a14b, rgb, 0, "", 1),
-        "TI2V-5B RGB, LoRA rank 64": ("random:ti2v-5b", (48, 21, 28, 48), 64, attention + mlp, 2),
-    }
-    cards = [(gpus, gb, gib) for gb, gib in ((80, 79), (141, 139)) for gpus in (1, 2, 4, 8)]  # what torch sees of them
+    attention, mlp = "to_q,to_k,to_v,to_out.0", ",ffn.net.0.proj,ffn.net.2"
+    cards = [(gpus, gb, gib) for gb, gib in ((80, 79), (141, 139)) for gpus in (1, 2, 4, 8)]  # GiB as torch sees them
     rows = ["| | " + " | ".join(f"{gpus} x {gb} GB" for gpus, gb, _ in cards) + " |", "|---" * (len(cards) + 1) + "|"]
-    for name, (model, latent_shape, rank, targets, batch_size) in runs.items():
-        wan, cells = describe(model), []
+    for name, model, tokens, rank, targets in (
+        ("A14B RGB, LoRA rank 16", "i2v-a14b", 27_216, 16, attention),
+        ("A14B RGB, LoRA rank 64", "i2v-a14b", 27_216, 64, attention),
+        ("A14B HCPT, LoRA rank 16", "i2v-a14b", 54_432, 16, attention),
+        ("A14B HCPT, LoRA rank 64", "i2v-a14b", 54_432, 64, attention),
+        ("A14B RGB, all weights", "i2v-a14b", 27_216, 0, ""),
+        ("TI2V-5B RGB, LoRA rank 64", "ti2v-5b", 2 * 7_056, 64, attention + mlp),
+    ):
+        wan, cells = describe(f"random:{model}"), []
         for gpus, _, gib in cards:
-            estimates = {checkpointing: estimate_memory(
-                wan.config, num_tokens(latent_shape) * batch_size, len(wan.expert_names), gpus, torch.bfloat16, rank,
-                targets, checkpointing, False, per_token=wan.kind == "ti2v") for checkpointing in KEPT}
-            fitting = [f"{key} {sum(value.values()):.0f}" for key, value in estimates.items() if fits(value, gib)]
-            cells.append((fitting or ["-"])[0])
+            estimates = [(c, estimate_memory(wan.config, tokens, len(wan.expert_names), gpus, torch.bfloat16, rank,
+                                             targets, c, False, per_token=wan.kind == "ti2v")) for c in KEPT]
+            cells.append(next((f"{c} {sum(size.values()):.0f}" for c, size in estimates if fits(size, gib)), "-"))
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
