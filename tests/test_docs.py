@@ -24,7 +24,7 @@ from helpers import REPOSITORY, script
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 YOURS = {"train_mine.py", "read_mine.py"}  # files that a reader makes
-OTHERS = {"help", "script", "lora_merge_mode", "nproc_per_node"}  # flags of other tools
+OTHERS = {"key", "help", "script", "lora_merge_mode", "nproc_per_node"}  # no settings of ours
 # A block is run by bash itself with these in the place of all programs: they write down how they were called.
 STUBS = r"""
 set -eu; PATH=; SLURM_JOB_NODELIST=; SLURM_JOB_ID=7
@@ -194,7 +194,7 @@ def test_diffusers_example(tmp_path, monkeypatch):
     data = dict(model=tmp_path / "i2v", data=tmp_path / "robot.hdf5", cache_dir=tmp_path / "cache")
     script("prepare_robocasa.py", **data)
     script("train_i2v_sft.py", **data, out_dir=tmp_path / "run", lora_rank=2, max_steps=6, batch_size=4, fps=5,
-           num_val_videos=0, num_val_windows=1, val_sigmas=1, eval_interval=0, num_inference_steps=3,
+           num_val_videos=0, num_val_windows=1, val_sigmas=1, eval_interval=0, num_inference_steps=3, warmup_steps=0,
            guidance_scale=3.0, guidance_scale_2=2.0)
     for name, colour in (("left", (200, 40, 40)), ("right", (40, 40, 200))):
         Image.new("RGB", (40, 30), colour).save(tmp_path / f"{name}.png")
