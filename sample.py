@@ -61,7 +61,7 @@ fps = 8  # frames a second
 dtype = "float32"  # "float32" | "bfloat16"
 compile_blocks = False  # torch.compile each transformer block
 device = "auto"  # "auto" | "cpu" | "cuda"
-config = configure(globals(), also=("train_i2v_sft.py", "prepare_robocasa.py"))
+config = configure(globals(), also="cache_dir")
 
 # ----------------------------------------------------------------------------- checks
 rank, world_size, device = fsdp.init(device)

@@ -98,7 +98,7 @@ peak_tflops = 989.0  # of the GPU in bf16 without sparsity, for mfu (H100, H200:
 save_interval = 500  # steps between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 log_interval = 50  # steps between lines
-config = configure(globals(), also=("prepare_robocasa.py",))
+config = configure(globals(), also="cache_dir")
 MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "max_bad_steps", "eval_interval", "num_val_windows",
     "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2",
