@@ -42,7 +42,7 @@ import reward
 import rollout as wan_rollout
 import sampler
 import sglang_client
-from configurator import configure, save_config
+from configurator import configure, defaults, save_config
 from data import check_sizes
 from guard import UserError, hold_folder
 from latent_cache import contents
@@ -189,7 +189,7 @@ with fsdp.all_ranks_agree():
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
     if meta:
-        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
+        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
 
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
@@ -278,12 +278,13 @@ before_training = {name: p.detach().clone() if init_lora else None for name, p i
                    if lora_rank and (init_lora or ".lora_B." in name)}
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_decay, fused=device.type == "cuda")
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
+averages = {"ema": ema.shadow} if ema else {}  # saved and resumed; a further one is one more entry
 averaged = ema.shadow if ema else parameters  # what is evaluated and exported
 start_iteration = skipped_steps = 0
 saved_iteration = meta["step"] if meta else -1  # of the last checkpoint
 if checkpoint:
     saved = checkpoints.saved_names(checkpoint)
-    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, ema, saved))
+    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, averages, saved))
     start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
     say(f"changed    {changed}")
@@ -566,7 +567,8 @@ def save(iteration):
         return  # nothing was trained since
     saved_iteration = iteration
     state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=begun_with)
-    checkpoints.save(out_dir, iteration, checkpoints.training_tensors(parameters, optimizer, ema), state, keep_last)
+    tensors = checkpoints.training_tensors(parameters, optimizer, averages)
+    checkpoints.save(out_dir, iteration, tensors, state, keep_last)
     if lora_rank:
         export()
 

@@ -29,7 +29,7 @@ import fsdp
 import latent_cache
 import model as wan_model
 import validate
-from configurator import check_values, configure, save_config
+from configurator import check_values, configure, defaults, save_config
 from guard import UserError
 from plot import MetricsLog, draw_curves
 
@@ -125,12 +125,10 @@ with fsdp.all_ranks_agree():
         num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
         save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
         shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1,
-    ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))
-    for name, top in (("ema_decay", "below 1"), ("beta2", "below 1"), ("text_dropout", "at most 1")):
-        if config[name] > 1 or (config[name] == 1 and top == "below 1"):
-            raise UserError(f"{name}={config[name]}: want {top}")
-    if grad_clip <= 0:
-        raise UserError(f"grad_clip={grad_clip}: want more than 0")
+    ), more_than=dict(grad_clip=0), at_most=dict(text_dropout=1), below=dict(ema_decay=1, beta2=1),
+        one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")),
+        mistakes=[f"warmup_steps={warmup_steps}: want at most max_steps={max_steps}, the whole run"]
+        if warmup_steps > max_steps else [])
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
     wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
@@ -156,7 +154,7 @@ with fsdp.all_ranks_agree():
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | latent_cache.contents(config, "model", "data")
     if meta:
-        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
+        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
         if meta["global_batch"] != global_batch:
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
                             "keep ranks x batch_size x grad_accum")
@@ -233,6 +231,7 @@ say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
                               fused=device.type == "cuda")
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
+averages = {"ema": ema.shadow} if ema else {}  # saved and resumed; a further one is one more entry
 start_step = skipped_steps = 0
 saved_step = meta["step"] if meta else -1  # of the last checkpoint
 
@@ -247,7 +246,7 @@ def lr_at(step):
 
 if checkpoint:
     saved = checkpoints.saved_names(checkpoint)
-    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, ema, saved))
+    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, averages, saved))
     start_step, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
     say(f"changed    {changed}")
@@ -294,7 +293,7 @@ def save(step):
     saved_step = step
     state = dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
                  world_size=world_size, config=begun_with)
-    checkpoints.save(out_dir, step, checkpoints.training_tensors(parameters, optimizer, ema), state, keep_last)
+    checkpoints.save(out_dir, step, checkpoints.training_tensors(parameters, optimizer, averages), state, keep_last)
     if lora_rank:
         export()
 
