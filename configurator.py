@@ -40,11 +40,12 @@ defaults = {}  # the script's settings before files and flags
 given = set()  # names of those that files and flags have set
 
 
-def configure(namespace, also=""):
+def configure(namespace, also="", run="", recorded=None):
     """Apply sys.argv to the settings in `namespace` (a script's globals()) and return them all as a dict.
 
     also: a setting. Config files are shared with the scripts beside this one that have it, copies among them: what
-    only those know is skipped here. Fills `defaults` and `given`.
+    only those know is skipped here. run: the setting that a .json file among the arguments is the value of.
+    recorded: config -> {key: value} for what isn't given. Fills `defaults` and `given`.
     Raises UserError for an unknown key, a wrong type or an unreadable file, and installs the hook that shows it.
     """
     sys.excepthook = show_error
@@ -61,7 +62,7 @@ def configure(namespace, also=""):
             _print_help(namespace.get("__doc__"), config, comments)
         sys.exit(0)
     try:
-        files, flags = _split(sys.argv[1:])
+        files, flags = _split(sys.argv[1:], run)
         for file in files:
             found = _read_file(file, config, script, siblings)
             config.update(found)
@@ -69,6 +70,9 @@ def configure(namespace, also=""):
         for key, text in flags:
             config[key] = _read_flag(key, text, config, script, siblings)
             given.add(key)
+        for key, value in recorded(config).items() if recorded else ():
+            if key in config and key not in given:
+                config[key] = _check(key, value, config[key], "")
     except UserError:
         if is_rank_0:
             raise
@@ -99,7 +103,7 @@ def save_config(out_dir, config):
         "settings": config,
         "versions": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": git_commit(),
     }
     hold_folder(out_dir)
     path = Path(out_dir, "config.json")
@@ -137,16 +141,19 @@ def _siblings(script, also):
     return found
 
 
-def _split(args):
-    """Command line -> config files, [(key, text)]."""
+def _split(args, run):
+    """Command line -> config files, [(key, text)]; a .json file is the value of the setting `run`."""
     files, flags = [], []
     args = list(args)
     while args:
         arg = args.pop(0)
         if not arg.startswith("--"):
-            if not arg.endswith(".py"):
+            if run and arg.endswith(".json"):
+                flags.append((run, arg))
+            elif arg.endswith(".py"):
+                files.append(arg)
+            else:
                 raise UserError(f"{arg}: want a config file (config/NAME.py) or --key=value")
-            files.append(arg)
             continue
         key, has_value, text = arg[2:].partition("=")
         if not has_value:
@@ -267,7 +274,8 @@ def _version(name):
         return None
 
 
-def _commit():
+def git_commit():
+    """Of this code: "-dirty" if edited, None if it is no repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)

@@ -109,11 +109,11 @@ def training_tensors(parameters, optimizer, ema, saved=None):
 
 
 def message_of(function):
-    """How a rank ends: (name of the exception, its text)."""
+    """How a rank ends: (name of the exception, its text); "told": another rank says it."""
     try:
         function()
     except (UserError, SystemExit) as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__ + (" told" if getattr(error, "told", False) else ""), str(error)
     return "nothing", ""
 
 
@@ -301,10 +301,10 @@ def test_a_mistake_on_one_rank_ends_both_with_its_message(together):
     assert rank_0[0] == ("UserError", "rank 1: got é")
     assert rank_0[1] == ("UserError", "rank 0: got é")
     assert rank_0[2] == rank_1[2] == ("nothing", "")
-    assert rank_1[0] == rank_1[1] == ("SystemExit", "1")
+    assert rank_1[0] == ("UserError told", "rank 1: got é") and rank_1[1] == ("UserError told", "rank 0: got é")
     kind, text = rank_0[3]
     assert kind == "UserError" and "step_000004: [Errno 28] No space left on device: the last" in text
-    assert rank_1[3] == ("SystemExit", "1")
+    assert rank_1[3] == ("UserError told", text)
     assert os.listdir(together[0] / "two_full/ckpt") == ["step_000003"]
     assert together[1]["gathered elsewhere"] == [1, 0]
 
