@@ -637,6 +637,20 @@ def test_another_config_is_refused_naming_what_differs(world, straight, tmp_path
     assert files_of(straight) == before
 
 
+def test_a_copy_with_other_settings_resumes_the_run(world, straight, tmp_path, monkeypatch):
+    lines = path_of("train_i2v_sft.py").read_text().splitlines(keepends=True)
+    lines = ["mine = 0.5\n" if line.startswith("peak_tflops = ") else line for line in lines]  # one more, one less
+    (tmp_path / "train_fork.py").write_text("".join(lines))
+    monkeypatch.setenv("COPY_OF_train_i2v_sft.py", str(tmp_path / "train_fork.py"))
+    shutil.copytree(straight, tmp_path / "out")
+    base = paths(world) | SHORT | dict(out_dir=tmp_path / "out")
+    _, printed = script("train_i2v_sft.py", **base)
+    assert "step_000006: step 6, " in printed and ", peak_tflops 989.0 -> no longer a setting, " in printed
+    line = refusal("train_i2v_sft.py", **base | dict(mine=0.7))
+    assert line.endswith(f"another config (mine 0.5 -> 0.7): use another out_dir, where model={tmp_path}/out/model "
+                         "(written at the run's end) starts from what was learnt, or the old values")
+
+
 def test_a_damaged_checkpoint_is_one_line(world, straight, tmp_path):
     base = paths(world) | SHORT | dict(out_dir=tmp_path / "out", max_steps=7)
     shutil.copytree(straight, tmp_path / "out")
