@@ -14,12 +14,12 @@ import time
 
 import torch
 
+import cost
 import data as robot_data
 import encoders
+import flow
 import fsdp
 import model as wan_model
-import rollout
-import validate
 from configurator import check_values, configure
 
 model = "random:i2v-a14b"  # random: and i2v-a14b, ti2v-5b, t2v-a14b or t2v-1.3b; fewer layers: random:i2v-a14b:10
@@ -48,13 +48,13 @@ with fsdp.all_ranks_agree():
     z_dim, stride = encoders.latent_geometry(model)
     check_values(config, at_least=dict(num_views=1, batch_size=1, lora_rank=0, warmup=0, steps=1, dp_replicate=1,
                                        peak_tflops=1),
-                 one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
+                 one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
 wan.dtype = getattr(torch, dtype)
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, (1 + pointmaps) * cell_height // stride[1],
-                num_views * cell_width // stride[2])  # fmt: skip
-tokens = wan_model.num_tokens(latent_shape)
-flops = wan_model.step_flops(wan.config, tokens, lora_rank > 0) * batch_size
+                num_views * cell_width // stride[2])
+tokens = cost.num_tokens(latent_shape)
+flops = cost.step_flops(wan.config, tokens, lora_rank > 0) * batch_size
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
 
@@ -76,7 +76,7 @@ def measure(plain):
         wan.experts[expert] = fsdp.shard(transformer, mesh)
     parameters = wan_model.trainable_parameters(wan)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-4, fused=device.type == "cuda")
-    generator = rollout.seeded(device, rank)
+    generator = flow.seeded(device, rank)
     latents = torch.randn(batch_size, *latent_shape, generator=generator, device=device)
     condition = latents if wan.kind == "i2v" else latents[:, :, :1]
     text = torch.randn(batch_size, 512, wan.config["text_dim"], generator=generator, device=device)
@@ -88,9 +88,9 @@ def measure(plain):
         expert = wan.expert_names[step % len(wan.expert_names)]
         synchronize()
         started = time.perf_counter()
-        sigma = rollout.draw_sigma(expert, wan.boundary_ratio, 5.0, rollout.seeded("cpu", step)).expand(batch_size)
+        sigma = flow.draw_sigma(expert, wan.boundary_ratio, 5.0, flow.seeded("cpu", step)).expand(batch_size)
         noise = torch.randn(latents.shape, generator=generator, device=device)
-        loss = validate.velocity_error(wan, latents, noise, sigma, condition, text).mean()
+        loss = wan_model.flow_matching_loss(wan, latents, noise, sigma, condition, text).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
@@ -117,7 +117,7 @@ if rank == 0:
     method = f"LoRA rank {lora_rank}" if lora_rank else "full"
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{model}, {tokens:,} tokens, batch {batch_size} a GPU, {method}, {world_size} x {name}, "
-          f"torch {torch.__version__}")  # fmt: skip
+          f"torch {torch.__version__}")
     print(f"{'':48s} s/step     MFU  peak GiB  first step")
     for name, seconds, peak, first in rows:
         median = statistics.median(seconds)

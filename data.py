@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from configurator import UserError, first_line
 from geometry import normalise_points, unproject
+from guard import UserError, first_line
 
 # ----------------------------------------------------------------------------------------------------------------------
 # demonstrations
@@ -201,7 +201,7 @@ class RobotDemos:
                 raise UserError(f"{window.demo}/{view}_{name}: got NaN in frame {frame}, want 0 where depth is unknown")
         if not (np.linalg.det(K) > 0).all():
             raise UserError(f"{window.demo}/{view}_intrinsics: got {K[0].tolist()}, want focal lengths above 0 and a "
-                            "last row 0 0 1")  # fmt: skip
+                            "last row 0 0 1")
         return depth, K, E
 
     def points(self, window, view, num_frames):

@@ -19,13 +19,13 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch.nn import functional as F
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from configurator import UserError, user_errors
+from guard import UserError, user_errors
 
 # Constructor arguments of the two released VAEs: 2.1 is diffusers' default, 2.2 belongs to TI2V-5B.
 # The latent statistics are left at 0 and 1 for 2.2: with random weights no others would be right either.
 VAE_2_1 = {}
 VAE_2_2 = dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, in_channels=12, out_channels=12,
-               patch_size=2, scale_factor_spatial=16, latents_mean=[0.0] * 48, latents_std=[1.0] * 48)  # fmt: skip
+               patch_size=2, scale_factor_spatial=16, latents_mean=[0.0] * 48, latents_std=[1.0] * 48)
 RANDOM_VAES = {"i2v-a14b": VAE_2_1, "t2v-a14b": VAE_2_1, "t2v-1.3b": VAE_2_1, "ti2v-5b": VAE_2_2}
 RANDOM_TEXT_DIM = 4096  # width of UMT5-XXL
 
@@ -187,7 +187,7 @@ def encode_text(tokenizer, text_encoder, prompts, max_text_tokens):
     for start in range(0, len(prompts), 16):  # UMT5-XXL at 512 tokens: keep the peak small
         batch = prompts[start : start + 16]
         tokens = tokenizer(batch, padding="max_length", max_length=max_text_tokens, truncation=True,
-                           return_attention_mask=True, return_tensors="pt").to(text_encoder.device)  # fmt: skip
+                           return_attention_mask=True, return_tensors="pt").to(text_encoder.device)
         hidden = text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state.float()  # b n d
         if not hidden.isfinite().all():
             raise UserError(f"text encoder in {text_encoder.dtype}: got NaN or infinity, want bfloat16 or float32")
@@ -204,7 +204,7 @@ def text_warnings(tokenizer, text_encoder, prompts, max_text_tokens):
     cut = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length > max_text_tokens]
     if cut:
         yield (f"warning    {len(cut)} of {len(prompts)} prompts have more than max_text_tokens={max_text_tokens} "
-               f"tokens and are cut, the longest has {max(lengths)}: {cut[0][:60]!r}")  # fmt: skip
+               f"tokens and are cut, the longest has {max(lengths)}: {cut[0][:60]!r}")
     if text_encoder.config.d_model == 4096 and max_text_tokens != 512:
         yield f"warning    max_text_tokens={max_text_tokens}: the released models were trained with 512"
 

@@ -6,7 +6,8 @@ import torch
 
 import fsdp
 import rollout
-from configurator import UserError, check_values
+from configurator import check_values
+from guard import UserError
 
 
 def check_settings(config, world_size):
@@ -21,7 +22,7 @@ def check_settings(config, world_size):
     ), one_of=dict(
         dtype=("float32", "bfloat16"), vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
         checkpointing=("none", "full", "selective"), law=rollout.LAWS, lora_sync=("tensor", "disk"),
-    ))  # fmt: skip
+    ))
     if config["ema_decay"] >= 1:
         raise UserError(f"ema_decay={config['ema_decay']}: want below 1; 0 switches it off")
     for name in ("clip_range", "grad_clip", "advantage_clip", "reward_timeout"):
@@ -30,7 +31,7 @@ def check_settings(config, world_size):
 
     if config["reward_timeout"] > 375:
         raise UserError(f"reward_timeout={config['reward_timeout']:g}: want at most 375 s, as a request is tried four "
-                        "times while the other ranks wait")  # fmt: skip
+                        "times while the other ranks wait")
 
     law, noise_level, window = config["law"], config["noise_level"], config["sde_window"]
     if noise_level <= 0 or (law == "cps" and noise_level > 1):
@@ -38,7 +39,7 @@ def check_settings(config, world_size):
     last = config["num_steps"] - (law == "cps")  # cps draws nothing in the last step
     if not (len(window) == 2 and 0 <= window[0] and window[0] + config["num_sde_steps"] <= window[1] <= last):
         raise UserError(f"sde_window={window}: want (lo, hi), lo >= 0, hi <= {last}, "
-                        f"at least num_sde_steps={config['num_sde_steps']} apart")  # fmt: skip
+                        f"at least num_sde_steps={config['num_sde_steps']} apart")
     if config["ratio_norm"] and law == "cps":
         raise UserError("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
 
@@ -46,11 +47,11 @@ def check_settings(config, world_size):
     if num_videos % (world_size * batch):
         fits = "" if num_videos % world_size else f", e.g. rollout_batch={math.gcd(num_videos // world_size, batch)}"
         raise UserError(f"prompts_per_iteration x group_size = {num_videos} videos: want a multiple of {world_size} "
-                        f"ranks x rollout_batch={batch}{fits}")  # fmt: skip
+                        f"ranks x rollout_batch={batch}{fits}")
     num_pairs = num_videos // world_size // batch * config["num_sde_steps"]
     if config["num_minibatches"] > num_pairs:
         raise UserError(f"num_minibatches={config['num_minibatches']}: want at most {num_pairs}, a rank's batches of "
-                        "rollout_batch videos x num_sde_steps")  # fmt: skip
+                        "rollout_batch videos x num_sde_steps")
 
 
 def check_first_ratio(log_prob_of, transitions, clip_range, sampler_drift):
@@ -67,7 +68,7 @@ def check_first_ratio(log_prob_of, transitions, clip_range, sampler_drift):
     if not max(off) <= clip_range:
         remedy = "a larger one" if sampler_drift else "recompute_log_prob=True"
         raise UserError(f"before any update the trainer's ratios differ from 1 by {max(off):.1e}, more than "
-                        f"clip_range={clip_range:g}: set {remedy}, or dtype=float32 ({line})")  # fmt: skip
+                        f"clip_range={clip_range:g}: set {remedy}, or dtype=float32 ({line})")
     return line
 
 
@@ -79,10 +80,10 @@ def check_reference(mean_of, parameters, before_training):
     None for 0}. RuntimeError if it isn't so. Collective.
     """
     moved = [fsdp.full_tensor((parameters[name].detach() - (0.0 if value is None else value)).abs().sum()).item()
-             for name, value in before_training.items()]  # fmt: skip
+             for name, value in before_training.items()]
     trained_before = sum(moved) > 0  # this expert, which may never have been in a window yet
     nudged = {} if trained_before else {name: torch.full_like(parameters[name].detach(), 0.01)
-                                        for name in before_training if ".lora_B." in name}  # fmt: skip
+                                        for name in before_training if ".lora_B." in name}
     mean = mean_of()
     with fsdp.swapped_in(parameters, nudged):  # so that there is something to switch off
         nudge = (mean_of() - mean).abs().max().item()

@@ -8,7 +8,6 @@ Each of the five units is a folder with fingerprint.json (written first), all th
 last). A unit that was made from anything else than the settings at hand is refused.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -22,8 +21,8 @@ import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 
-from configurator import UserError, first_line
 from data import Window, join_cells, mask_names, view_names
+from guard import UserError, first_line, write_atomic
 
 
 def fingerprints(config, kind):
@@ -75,7 +74,7 @@ def small_content(path, views, pointmaps):
     try:
         with h5py.File(path, "r") as file:
             masks = {split: mask_names(mask) for split, mask in file.get("mask", {}).items()
-                     if isinstance(mask, h5py.Dataset) and mask.ndim == 1}  # fmt: skip
+                     if isinstance(mask, h5py.Dataset) and mask.ndim == 1}
             for demo in file["data"] if pointmaps else ():
                 for name in [f"{view}_{kind}" for view in views for kind in ("intrinsics", "extrinsics")]:
                     array = file["data"].get(f"{demo}/obs/{name}")  # demos outside the splits may lack it
@@ -129,21 +128,7 @@ def fingerprint_differences(folder, expected):
     except ValueError:
         return ["its fingerprint.json is damaged"]
     return [f"{name} was {stored[name]}, now {value}" for name, value in expected.items()
-            if name in stored and stored[name] != value]  # fmt: skip
-
-
-def write_atomic(path, content):
-    """bytes -> path, whole or not at all; UserError where the disk is full or read-only."""
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space and run again: it continues" if full else "choose another folder"
-        raise UserError(f"{path}: cannot write ({error.strerror}): {remedy}") from None
+            if name in stored and stored[name] != value]
 
 
 def write_tensors(path, tensors):
@@ -208,7 +193,7 @@ class LatentCache:
         differences = fingerprint_differences(self.root / unit, expected)
         if differences:
             raise UserError(f"{self.root / unit} is stale: {'; '.join(differences)}: prepare in another cache_dir, or "
-                            "replace it with --force=True")  # fmt: skip
+                            "replace it with --force=True")
         try:
             return json.loads((self.root / unit / "index.json").read_text())
         except (OSError, ValueError):

@@ -15,16 +15,13 @@ import shutil
 from dataclasses import dataclass, field
 
 import torch
-from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import DiffusionPipeline, WanTransformer3DModel
 from huggingface_hub import save_torch_state_dict, snapshot_download
-from peft import LoraConfig
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
-from configurator import UserError, first_line, replace_folder, user_errors
+from adapters import adapter_name, add_lora, clean_name, export_lora, load_lora, read_lora
+from guard import UserError, first_line, replace_folder, user_errors
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
-LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
 RANDOM = {  # full-size shapes for `model="random:NAME"`: measuring speed and memory without a download
     "i2v-a14b": dict(experts=2, boundary_ratio=0.9, num_attention_heads=40, num_layers=40, ffn_dim=13824,
                      in_channels=36),
@@ -32,7 +29,7 @@ RANDOM = {  # full-size shapes for `model="random:NAME"`: measuring speed and me
     "t2v-1.3b": dict(experts=1, boundary_ratio=None, num_attention_heads=12, num_layers=30, ffn_dim=8960),
     "ti2v-5b": dict(experts=1, boundary_ratio=None, num_attention_heads=24, num_layers=30, ffn_dim=14336,
                     in_channels=48, out_channels=48, expand_timesteps=True),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -75,7 +72,7 @@ def describe(model, boundary_ratio=0.0):
         except OSError as error:
             reason = first_line(error)[:120]
             where = "no diffusers checkpoint there" if os.path.isdir(model) else (
-                "no such folder, and no checkpoint of that name could be had from the hub")  # fmt: skip
+                "no such folder, and no checkpoint of that name could be had from the hub")
             raise UserError(f"model={model}: {where} ({reason})") from None
         num_experts = 2 if (index.get("transformer_2") or [None])[0] else 1
         index_boundary, expand_timesteps = index.get("boundary_ratio"), index.get("expand_timesteps", False)
@@ -87,7 +84,7 @@ def describe(model, boundary_ratio=0.0):
         kind = "i2v"
     elif config["in_channels"] != config["out_channels"]:
         raise UserError(f"model={model}: in_channels={config['in_channels']}, out_channels={config['out_channels']}: "
-                        "want in = out (t2v, ti2v) or 2 out + 4 (i2v)")  # fmt: skip
+                        "want in = out (t2v, ti2v) or 2 out + 4 (i2v)")
     else:
         kind = "ti2v" if expand_timesteps else "t2v"
     if kind == "i2v" and num_experts == 1:
@@ -195,105 +192,26 @@ def velocity(wan, latents, sigma, condition, text):
     return output.float()
 
 
+def masked_mean(values, gen_mask):
+    """Mean over generated positions: values b c f h w, gen_mask b 1 f h w -> b."""
+    return (values.mean(1, keepdim=True) * gen_mask).flatten(1).sum(1) / gen_mask.flatten(1).sum(1)
+
+
+def flow_matching_loss(wan, latents, noise, sigma, condition, text):
+    """The training loss of each sample: mean of (velocity - (noise - x0))^2 over what is generated, float32.
+
+    latents (x0), noise b c f h w; sigma b, float32, on the CPU; condition and text as in velocity -> b
+    """
+    level = sigma.to(latents.device).view(-1, 1, 1, 1, 1)
+    noisy = (1 - level) * latents + level * noise
+    error = velocity(wan, noisy, sigma, condition, text) - (noise - latents)
+    return masked_mean(error.square(), generated_mask(wan, latents, condition))
+
+
 # ----------------------------------------------------------------------------- size, tokens, arithmetic
 
 
-def num_tokens(latent_shape):
-    """(c, f, h, w) of latents -> tokens after the (1, 2, 2) patch embedding."""
-    _, f, h, w = latent_shape
-    return f * (h // 2) * (w // 2)
-
-
-def count_parameters(config):
-    """Parameters of one transformer with this config, counted on the meta device."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in WanTransformer3DModel.from_config(config).parameters())
-
-
-def forward_flops(config, tokens, text_tokens=512):
-    """-> (FLOPs of the linear layers, FLOPs of attention) of one forward of one sample; 2 a multiply-add."""
-    dim, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
-    block = tokens * (6 * dim * dim + 2 * dim * config["ffn_dim"]) + text_tokens * 2 * dim * dim
-    attention = tokens * (tokens + text_tokens) * 2 * dim  # scores and weighted sum
-    return 2 * layers * block, 2 * layers * attention
-
-
-def step_flops(config, tokens, lora, text_tokens=512):
-    """FLOPs of forward + backward of one sample, without recomputation: what MFU counts.
-
-    Linears: forward + input gradient (+ weight gradient when not LoRA); attention: forward + twice for the backward.
-    """
-    linear, attention = forward_flops(config, tokens, text_tokens)
-    return linear * (2 if lora else 3) + attention * 3
-
-
-def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, lora_targets, checkpointing, ema,
-                    reference=False):  # fmt: skip
-    """Rough GiB a GPU of a training step, before anything is loaded -> {"weights", "state", "activations"}.
-
-    tokens: of one micro-batch. ema: with a moving average of what is trained; reference: with frozen copies beside.
-    Activations: bytes a token, layer and unit of width, measured on an H200 in bf16 (none 52, full 3.8, selective
-    6.9), twice that in float32.
-    """
-    dim, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
-    parameters = count_parameters(config)
-    bytes_each = (dtype.itemsize if lora_rank else 4) + dtype.itemsize * reference
-    trainable = parameters
-    if lora_rank:
-        sizes = {"to_q": 4 * dim, "to_k": 4 * dim, "to_v": 4 * dim, "to_out.0": 4 * dim,  # two attentions, in + out
-                 "ffn.net.0.proj": dim + config["ffn_dim"], "ffn.net.2": dim + config["ffn_dim"]}  # fmt: skip
-        trainable = layers * lora_rank * sum(sizes.get(target.strip(), 0) for target in lora_targets.split(","))
-    activations = dict(none=52, full=3.8, selective=6.9)[checkpointing] * tokens * layers * dim * (dtype.itemsize / 2)
-    return {
-        "weights": num_experts * parameters * bytes_each / num_shards / 2**30,
-        "state": num_experts * trainable * (12 + 4 * ema) / num_shards / 2**30,  # gradient, AdamW's two moments, EMA
-        "activations": activations / 2**30,
-    }
-
-
 # ----------------------------------------------------------------------------- LoRA
-
-
-def clean_name(name):
-    """Parameter name without what wrappers put in."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def add_lora(transformer, rank, alpha, targets):
-    """Put trainable float32 adapters (B = 0: the identity) on the linears whose name ends with one of targets."""
-    targets = [target.strip() for target in targets.split(",")]
-    linears = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
-    missing = [t for t in targets if not any(n == t or n.endswith("." + t) for n in linears)]
-    if missing:
-        raise UserError(f"lora_targets={','.join(missing)}: no such linear layer; want e.g. to_q,to_k,to_v,to_out.0")
-    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=True))
-    for parameter in transformer.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return transformer
-
-
-def check_lora(wan, experts, rank, alpha, targets, init_lora):
-    """UserError for wrong targets, or adapters to start from that don't fit: on the meta device, before loading.
-
-    -> the number of parameters that will be trained, over the experts.
-    """
-    if init_lora and not os.path.isdir(init_lora):
-        raise UserError(f"init_lora={init_lora}: no such folder; want a run's exported lora/")
-    if init_lora and not rank:
-        raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
-    if not rank:
-        return len(experts) * count_parameters(wan.config)
-    for expert in experts:
-        with torch.device("meta"):
-            skeleton = WanTransformer3DModel.from_config(wan.config).requires_grad_(False)
-            add_lora(skeleton, rank, alpha, targets)
-        if init_lora:
-            tensors, _, trained_alpha, _ = read_lora(init_lora, expert)
-            load_lora(skeleton, tensors, init_lora)
-            if trained_alpha != alpha:
-                raise UserError(f"lora_alpha={alpha:g}: {init_lora} was trained with {trained_alpha:g}, want the same")
-    return len(experts) * sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
 
 
 def load_expert(wan, expert, device, seed, trainable, rank, alpha, targets, init_lora=""):
@@ -327,89 +245,6 @@ def by_expert(tensors):
         expert, name = name.split(".", 1)
         split.setdefault(expert, {})[adapter_name(name)] = tensor
     return split
-
-
-def adapter_name(parameter_name):
-    """"blocks.0.attn1.to_q.lora_A.default.weight" -> "blocks.0.attn1.to_q.lora_A.weight", the name files use."""
-    return parameter_name.replace(".default.", ".")
-
-
-COMFYUI = {  # diffusers module name -> the name in the original Wan code, which ComfyUI keeps
-    "attn1.": "self_attn.", "attn2.": "cross_attn.", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o",
-    "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2", "proj_out": "head.head",
-    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
-    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
-    "condition_embedder.time_proj": "time_projection.1",
-    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
-    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
-}  # fmt: skip
-
-
-def comfyui_tensors(adapters, alpha):
-    """{"blocks.0.attn1.to_q.lora_A.weight": tensor} -> ComfyUI's keys: lora_down, lora_up and an alpha a layer."""
-    tensors = {}
-    for name, tensor in adapters.items():
-        layer, _, side = name.removesuffix(".weight").rpartition(".")
-        for ours, original in COMFYUI.items():
-            layer = layer.replace(ours, original)
-        side = {"lora_A": "lora_down", "lora_B": "lora_up"}[side]
-        tensors[f"diffusion_model.{layer}.{side}.weight"] = tensor
-        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(float(alpha))
-    return tensors
-
-
-def export_lora(folder, adapters, rank, alpha, targets):
-    """Write one file an expert for diffusers and one for ComfyUI; the folder appears whole or not at all.
-
-    adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": cpu tensor}, ...}. Load with
-    pipe.load_lora_weights(folder, weight_name="high_noise.safetensors") and, for the low-noise expert,
-    pipe.load_lora_weights(folder, weight_name="low_noise.safetensors", load_into_transformer_2=True).
-    """
-    temporary = f"{folder}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    metadata = dict(r=rank, lora_alpha=alpha, target_modules=sorted(target.strip() for target in targets.split(",")))
-    for expert, tensors in adapters.items():
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        WanPipeline.save_lora_weights(temporary, transformer_lora_layers=tensors, safe_serialization=True,
-                                      weight_name=f"{LORA_FILES[expert]}.safetensors",
-                                      transformer_lora_adapter_metadata=metadata)  # fmt: skip
-        save_file(comfyui_tensors(tensors, alpha), f"{temporary}/comfyui_{LORA_FILES[expert]}.safetensors")
-    replace_folder(temporary, folder)
-
-
-def has_lora(folder, expert):
-    """Whether an exported folder holds an adapter for the expert."""
-    return os.path.isfile(os.path.join(folder, f"{LORA_FILES[expert]}.safetensors"))
-
-
-def read_lora(folder, expert):
-    """-> ({"blocks.0.attn1.to_q.lora_A.weight": tensor}, rank, alpha, targets) from an exported folder."""
-    path = os.path.join(folder, f"{LORA_FILES[expert]}.safetensors")
-    if not has_lora(folder, expert):
-        raise UserError(f"{folder}: no {os.path.basename(path)} in it; want a lora/ folder that a run of this kind of "
-                        "model exported")  # fmt: skip
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
-        rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
-    except (OSError, ValueError, SafetensorError, StopIteration) as error:
-        raise UserError(f"{path}: can't read its adapter ({error!r:.200}): want a file that a run exported") from None
-    targets = metadata.get("transformer.target_modules") or sorted({n.rsplit(".lora_", 1)[0] for n in tensors})
-    return tensors, rank, metadata.get("transformer.lora_alpha", rank), ",".join(targets)
-
-
-def load_lora(transformer, tensors, source):
-    """Copy exported adapters into a transformer that add_lora prepared; the sets and shapes must match exactly."""
-    parameters = {adapter_name(clean_name(n)): p for n, p in transformer.named_parameters() if p.requires_grad}
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    differing = sorted(name for name in shapes.keys() | tensors.keys()
-                       if name not in tensors or shapes.get(name) != tuple(tensors[name].shape))  # fmt: skip
-    if differing:
-        raise UserError(f"init_lora={source}: {len(differing)} tensors differ from lora_rank and lora_targets, "
-                        f"the first is {differing[0]}: use the rank and targets it was trained with")  # fmt: skip
-    for name, parameter in parameters.items():
-        parameter.data.copy_(tensors[name])
 
 
 # ----------------------------------------------------------------------------- full weights

@@ -29,9 +29,10 @@ import encoders
 import fsdp
 import geometry
 import video
-from configurator import UserError, check_values, configure, hold_folder
+from configurator import check_values, configure
 from data import RobotDemos, Window, check_sizes, parse_box, point_cell, rgb_cell, view_names
 from geometry import denormalise_points, normalise_points
+from guard import UserError, hold_folder
 from latent_cache import LatentCache, fingerprint_differences, fingerprints, write_json, write_tensors
 from model import kind_of
 
@@ -188,7 +189,7 @@ with fsdp.all_ranks_agree():
     if unknown := set(asked) - set(PARTS):
         raise UserError(f"parts={parts}: {unknown.pop()!r} is none of {', '.join(PARTS)}")
     check_values(config, at_least=dict(window_stride=1, encode_batch=1, max_text_tokens=1),
-                 one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))  # fmt: skip
+                 one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))
     kind = kind_of(model)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, cell_height, cell_width, stride)
@@ -214,7 +215,7 @@ with fsdp.all_ranks_agree():
         differences = fingerprint_differences(root / unit, fingerprint)
         if differences and not force:
             raise UserError(f"{root / unit} is stale: {'; '.join(differences)}: choose another cache_dir, or "
-                            "replace it with --force=True")  # fmt: skip
+                            "replace it with --force=True")
         if differences or (differences == [] and force and len(asked) < len(PARTS)):
             rebuild.append(unit)
         done = set() if unit in rebuild else {path.stem for path in (root / unit).glob("*.safetensors")}
@@ -241,7 +242,7 @@ with fsdp.all_ranks_agree():
             _, faults = geometry.check_geometry(*frames_to_check(demos)[1:])
             if faults:
                 raise UserError(f"data={data}: {'; '.join(faults)} (--inspect=True shows it, --check_recordings=False "
-                                "prepares it all the same)")  # fmt: skip
+                                "prepares it all the same)")
     box, box_line = make_box(demos) if pointmaps else (None, "")
 
 if rank == 0:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from configurator import UserError, first_line
+from guard import UserError, first_line
 
 
 class Prompts:
@@ -66,7 +66,7 @@ class Prompts:
         if not path.is_file():
             what = "a folder" if path.is_dir() else "which is not there"
             raise UserError(f"{self.path}:{number}: got image {path}, {what}, want a file's path relative to "
-                            f"{self.path.name}")  # fmt: skip
+                            f"{self.path.name}")
         try:
             with Image.open(path) as image:
                 if image.mode.startswith(("I", "F")):

@@ -2,10 +2,14 @@
 
 A reward is a function of videos b f 3 h w (float in 0..1, on any device), prompts (b strings) and metadata (b dicts,
 from the prompt file) that returns b numbers, more is better. To add one, write it and add "name": ready(function) to
-REWARDS.
+REWARDS; where it has settings or loads something, add its loader: (name, config, device) -> reward.
 
     rewards="pickscore:1.0,smoothness:0.1"     a weighted sum; without a number the weight is 1
     rewards="http://host:8000/score:1.0"       a reward in another process; the weight needs its dot there
+
+Tried on video files, whose compression, and enlarging of small ones, moves the numbers a little (jpeg's a lot):
+
+    python reward.py clip.mp4 --rewards=ball:1.0 --prompt="..." --metadata='{"colour": "red", "direction": "left"}'
 """
 
 import difflib
@@ -13,9 +17,11 @@ import functools
 import hashlib
 import http.client
 import io
+import itertools
 import json
 import math
 import re
+import sys
 import time
 import traceback
 import urllib.error
@@ -24,63 +30,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
-from configurator import UserError, first_line
-from task_rewards import ball, ball_success, views
+import fsdp
+from configurator import configure
+from guard import UserError, first_line
+from task_rewards import ball, ball_success, first_frame, jpeg, smoothness, uint8_frames, views
+from video import read_mp4
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP_SIZE, CLIP_BATCH = 224, 32  # pixels; frames in one forward
-CLIP_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-
-# ----------------------------------------------------------------------------------------------------------------------
-# closed forms
-
-
-def smoothness(videos, prompts, metadata):
-    """-mean (x[f+1] - 2 x[f] + x[f-1])^2 over pixels and times: 0 for any steady fade, -4 for strobing black and white.
-
-    A still video has the best score: use it beside a reward that wants motion.
-    """
-    want_frames("smoothness", videos, 3)
-    return -torch.diff(videos.float(), n=2, dim=1).square().flatten(1).mean(1)
-
-
-def first_frame(videos, prompts, metadata):
-    """-mean (x[1] - x[0])^2: 0 where the first generated frame continues the given one, more negative at a jump."""
-    want_frames("first_frame", videos, 2)
-    return -(videos[:, 1].float() - videos[:, 0].float()).square().flatten(1).mean(1)
-
-
-def jpeg(videos, prompts, metadata):
-    """Compressibility: minus kilobytes (1000 bytes) a frame as JPEG of quality 95 (DDPO, arXiv 2305.13301)."""
-
-    def kilobytes(frame):  # h w 3 uint8
-        file = io.BytesIO()
-        Image.fromarray(frame).save(file, format="JPEG", quality=95)
-        return file.tell() / 1000
-
-    return -torch.tensor([np.mean([kilobytes(frame) for frame in video]) for video in uint8_frames(videos)])
-
-
-def want_frames(name, videos, num_frames):
-    if videos.shape[1] < num_frames:
-        raise UserError(f"reward {name}: got videos of {videos.shape[1]} frames, want at least {num_frames}")
-
-
-def uint8_frames(videos):
-    """b f 3 h w in 0..1 -> numpy uint8 b f h w 3."""
-    return (videos.float().clamp(0, 1) * 255).round().to(torch.uint8).movedim(2, -1).cpu().numpy()
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # PickScore (arXiv 2305.01569): how much people like a picture for a prompt
 
 
 @functools.lru_cache(maxsize=1)  # rewards that are trained on and held-out ones share it
-def load_clip(model, device, dtype):
+def load_clip(model, device):
     """-> (tokenizer, frozen CLIPModel). "random": CLIP-ViT-H-14 in full size with random weights, to measure with."""
     if model == "random":
         text = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
@@ -90,14 +57,14 @@ def load_clip(model, device, dtype):
         torch.manual_seed(0)  # the same on every rank and in every run
         with torch.device(device):
             clip = CLIPModel(config)
-        return hash_tokenizer, clip.to(device, getattr(torch, dtype)).eval().requires_grad_(False)
+        return hash_tokenizer, clip.eval().requires_grad_(False)
     own = any((Path(model) / name).exists() for name in ("tokenizer.json", "vocab.json"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model if own else CLIP_TOKENIZER)
-        clip = CLIPModel.from_pretrained(model, dtype=getattr(torch, dtype))
+        tokenizer = AutoTokenizer.from_pretrained(model if own else "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
+        clip = CLIPModel.from_pretrained(model, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(f"pickscore_model={model}: want a hub id, or a folder of a CLIPModel with its tokenizer in it "
-                        f"({first_line(error)})") from error  # fmt: skip
+                        f"({first_line(error)})") from error
     return tokenizer, clip.to(device).eval().requires_grad_(False)
 
 
@@ -130,29 +97,30 @@ def clip_pixels(frames):
     return (frames - mean) / std
 
 
-def load_pickscore(name, device, pickscore_model, pickscore_frames, pickscore_dtype, **options):
+def load_pickscore(name, config, device):
     """-> reward: exp(logit_scale) <text, image> / 26, about 0.6 to 0.9, mean of evenly spaced frames after frame 0."""
-    tokenizer, clip = load_clip(pickscore_model, str(device), pickscore_dtype)
-    if pickscore_frames < 1:
-        raise UserError(f"pickscore_frames={pickscore_frames}: want at least 1")
+    num_frames = config["pickscore_frames"]
+    if num_frames < 1:
+        raise UserError(f"pickscore_frames={num_frames}: want at least 1")
+    tokenizer, clip = load_clip(config["pickscore_model"], str(device))
 
     def pickscore(videos, prompts, metadata):
         first = min(1, videos.shape[1] - 1)  # frame 0 is given, unless it is all there is
-        count = min(pickscore_frames, videos.shape[1] - first)
+        count = min(num_frames, videos.shape[1] - first)
         chosen = torch.linspace(first, videos.shape[1] - 1, count).round().long()
         frames = videos[:, chosen.to(videos.device)].flatten(0, 1)  # b*k 3 h w
         images = []
         for batch in frames.split(CLIP_BATCH):
-            pixels = clip_pixels(batch.to(clip.device)).to(clip.dtype)
-            images.append(clip.get_image_features(pixel_values=pixels).pooler_output.float())
+            pixels = clip_pixels(batch.to(clip.device))
+            images.append(clip.get_image_features(pixel_values=pixels).pooler_output)
         images = F.normalize(torch.cat(images), dim=-1).unflatten(0, (len(videos), count))  # b k d
 
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
         tokens = tokenizer(distinct, padding=True, truncation=True, max_length=77, return_tensors="pt")
         tokens = {key: tokens[key].to(clip.device) for key in ("input_ids", "attention_mask")}
-        texts = F.normalize(clip.get_text_features(**tokens).pooler_output.float(), dim=-1)
+        texts = F.normalize(clip.get_text_features(**tokens).pooler_output, dim=-1)
         texts = texts[[distinct.index(prompt) for prompt in prompts]]  # b d
-        return clip.logit_scale.float().exp() * torch.einsum("bkd,bd->b", images, texts) / count / 26
+        return clip.logit_scale.exp() * torch.einsum("bkd,bd->b", images, texts) / count / 26
 
     return pickscore
 
@@ -161,10 +129,11 @@ def load_pickscore(name, device, pickscore_model, pickscore_frames, pickscore_dt
 # a reward in another process
 
 
-def load_http(url, device, timeout, retries, **options):
+def load_http(url, config, device):
     """-> reward: POSTs an .npz of videos (uint8 b f h w 3) and json (a string of {"prompts": [], "metadata": []}), and
-    reads {"rewards": [b numbers]}. A failed attempt is repeated `retries` times, after 1, 2, 4, at most 8 seconds.
+    reads {"rewards": [b numbers]}. A failed attempt is repeated after 1, 2 and 4 seconds.
     """
+    timeout, retries = config["reward_timeout"], 3
     if not is_url(url):
         raise UserError("reward http: want its address, as in http://host:8000/score:1.0")
 
@@ -183,7 +152,7 @@ def load_http(url, device, timeout, retries, **options):
             except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
             if attempt < retries:
-                time.sleep(min(2**attempt, 8))
+                time.sleep(2**attempt)
         raise UserError(f"reward {url}: {reason} after {attempt + 1} attempts: is its server running there?")
 
     ask(None, min(timeout, 10))  # a GET, whatever the answer: a wrong address shows before any weight is loaded
@@ -208,10 +177,10 @@ def load_http(url, device, timeout, retries, **options):
 
 def ready(reward):
     """A reward that nothing has to be loaded for, as REWARDS wants it."""
-    return lambda name, device, **options: reward
+    return lambda name, config, device: reward
 
 
-REWARDS = {  # name -> function (name, device, **options of load_rewards) that returns the reward
+REWARDS = {  # name -> loader (name, config, device) that returns the reward
     "pickscore": load_pickscore,
     "smoothness": ready(smoothness),
     "first_frame": ready(first_frame),
@@ -254,13 +223,24 @@ def parse_rewards(spec, setting="rewards"):
     return parsed
 
 
-def load_rewards(spec, device="cpu", pickscore_model="yuvalkirstain/PickScore_v1", pickscore_frames=4,
-                 pickscore_dtype="float32", timeout=60.0, retries=3):  # fmt: skip
-    """Specification, or what parse_rewards made of it -> {name: reward}, models loaded and servers reached."""
-    names = [name for name, _ in (parse_rewards(spec) if isinstance(spec, str) else spec)]
-    options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, pickscore_dtype=pickscore_dtype,
-                   timeout=timeout, retries=retries)  # fmt: skip
-    return {name: REWARDS["http" if is_url(name) else name](name, device, **options) for name in names}
+class Settings(dict):
+    """A script's settings as the loader of a reward gets them: one that isn't there is one line, no KeyError."""
+
+    def __init__(self, config, reward):
+        super().__init__(config)
+        self.reward = reward
+
+    def __missing__(self, setting):
+        raise UserError(f"reward {self.reward}: got no setting {setting}, want it among those of the script")
+
+
+def load_rewards(names, config, device="cpu"):
+    """Names, or a specification for parse_rewards -> {name: reward}, models loaded and servers reached.
+
+    config: the script's settings, {name: value}. Raises UserError.
+    """
+    names = dict(parse_rewards(names)) if isinstance(names, str) else names
+    return {name: REWARDS["http" if is_url(name) else name](name, Settings(config, name), device) for name in names}
 
 
 @torch.no_grad()
@@ -312,3 +292,53 @@ def group_advantages(rewards, groups, global_std=False, clip=5.0):
         else:
             num_equal += 1
     return advantages.clamp(-clip, clip).float(), num_equal
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# try rewards on video files: python reward.py clip.mp4
+
+rewards = "smoothness:1.0,first_frame:1.0"  # name:weight, comma-separated
+prompt = ""  # what the clips should show
+metadata = "{}"  # JSON object, as in a prompt file
+pickscore_model = "yuvalkirstain/PickScore_v1"  # folder or hub id; "random": full size, random weights
+pickscore_frames = 4  # frames scored a clip, evenly spaced, the first left out
+reward_timeout = 60.0  # seconds an http reward may take
+device = "auto"  # "auto" | "cpu" | "cuda"
+
+
+def take_clips():
+    """Takes out of the command line, and returns, what is neither a setting, a setting's value nor a config file."""
+    clips, others = [], sys.argv[:1]
+    for before, word in itertools.pairwise(sys.argv):
+        is_value = before.startswith("--") and "=" not in before
+        is_clip = not is_value and not word.startswith("-") and not word.endswith(".py")
+        (clips if is_clip else others).append(word)
+    sys.argv = others
+    return clips
+
+
+def try_rewards(clips, config):
+    """Paths, settings: prints what each reward says of each clip, then the weighted sums."""
+    weights = parse_rewards(config["rewards"])
+    try:
+        entry = {**json.loads(config["metadata"])}
+    except (ValueError, TypeError, RecursionError):  # no JSON, no object
+        wanted = """want a JSON object like {"colour": "red", "direction": "left"}"""
+        raise UserError(f"metadata={config['metadata']:.60}: {wanted}") from None
+    if not clips:
+        raise UserError("got no clip, want python reward.py clip.mp4 --rewards=...")
+    *_, device = fsdp.init(config["device"])
+    videos = [torch.from_numpy(read_mp4(clip)[0]).movedim(-1, 1)[None] for clip in clips]  # 1 f 3 h w uint8
+    loaded = load_rewards(dict(weights), config, device)
+    scores = [score(loaded, video.to(device) / 255, [config["prompt"]], [entry]) for video in videos]
+    rows = {f"{name}:{weight:g}": [each[name] for each in scores] for name, weight in weights}
+    rows["weighted sum"] = [mix(each, weights) for each in scores]
+    width = max(map(len, rows))
+    for label, values in rows.items():
+        for clip, value in zip(clips, values, strict=True):
+            print(f"{label:{width}} {value.item():12.6f}  {clip}")
+
+
+if __name__ == "__main__":
+    clips = take_clips()
+    try_rewards(clips, configure(globals(), also=("train_grpo.py",)))

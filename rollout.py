@@ -1,94 +1,15 @@
-"""Sigmas and sampling: the shifted grid, how training draws a noise level and its expert, ODE and SDE steps.
+"""Stochastic steps: the Gaussian that each law draws from, its log-probabilities, and what training keeps of a rollout.
 
-    sigma = shift u / (1 + (shift - 1) u)       u uniform in [0, 1]: more of the time at high noise for shift > 1
-    dx = velocity dsigma                        integrated from sigma 1 (noise) to 0 (video)
+    dx = velocity dsigma                        the flow, integrated from sigma 1 (noise) to 0 (video)
 """
 
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
-import model as wan_model
-
-
-def seed_of(*key):
-    """A 63-bit seed, a pure function of a key of non-negative ints, e.g. (seed, iteration, video).
-
-    The key's length is part of it: numpy pads keys with zeros, and (seed, step) would be (seed, step, sample 0).
-    """
-    return int(np.random.SeedSequence([*key, len(key)]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def seeded(device, *key):
-    """A torch.Generator seeded with seed_of(key).
-
-    Every draw comes from one of these, so that a run doesn't depend on the number of ranks or on interruptions.
-    """
-    return torch.Generator(device).manual_seed(seed_of(*key))
-
-
-def randn(shape, *key):
-    """Standard normal numbers, float32, drawn on the CPU: the same on any device."""
-    return torch.randn(shape, generator=seeded("cpu", *key))
-
-
-def shift_sigma(u, shift):
-    """u in [0, 1] -> sigma in [0, 1] (Esser et al. 2024, arXiv 2403.03206, eq. 23)."""
-    return shift * u / (1 + (shift - 1) * u)
-
-
-def unshift_sigma(sigma, shift):
-    """The inverse of shift_sigma."""
-    return sigma / (shift - (shift - 1) * sigma)
-
-
-def sigma_grid(num_steps, shift):
-    """-> num_steps + 1 float32 sigmas from 1 to 0, those of diffusers' FlowMatchEulerDiscreteScheduler(shift=shift)."""
-    u = np.linspace(1.0, shift_sigma(torch.tensor(0.001), shift).item(), num_steps)  # the scheduler shifts twice
-    return torch.tensor(np.append(shift_sigma(u, shift), 0.0), dtype=torch.float32)
-
-
-# ----------------------------------------------------------------------------- training draws
-
-
-def expert_share(expert, boundary_ratio, shift):
-    """Share of an expert when u is uniform: shift 5, boundary 0.9 -> high 35.7 %."""
-    if expert == "single":
-        return 1.0
-    low = unshift_sigma(boundary_ratio, shift)
-    return 1 - low if expert == "high" else low
-
-
-def draw_expert(experts, boundary_ratio, shift, seed, step):
-    """The expert that all ranks train in a step, drawn by share from a generator they share -> a name of experts."""
-    shares = torch.tensor([expert_share(expert, boundary_ratio, shift) for expert in experts], dtype=torch.float64)
-    return experts[int(torch.multinomial(shares, 1, generator=seeded("cpu", seed, step)))]
-
-
-def draw_sigma(expert, boundary_ratio, shift, generator):
-    """A sigma (float32, on the CPU) from the part of the shifted distribution that belongs to the expert."""
-    u = torch.rand((), generator=generator, dtype=torch.float64)
-    if expert == "single":
-        return shift_sigma(u, shift).float()
-    u_boundary = unshift_sigma(boundary_ratio, shift)
-    if expert == "high":
-        return shift_sigma(u_boundary + (1 - u_boundary) * u, shift).clamp(min=boundary_ratio + 1e-6).float()
-    return shift_sigma(u_boundary * u, shift).clamp(max=boundary_ratio - 1e-6).float()  # float32 keeps to its side
-
-
-def bin_sigmas(expert, boundary_ratio, shift, num_bins):
-    """-> num_bins float32 sigmas, descending: the mid-points of bins of equal probability in the expert's range."""
-    u = 1 - (torch.arange(num_bins, dtype=torch.float64) + 0.5) / num_bins
-    if expert == "single":
-        return shift_sigma(u, shift).float()
-    u_boundary = unshift_sigma(boundary_ratio, shift)
-    return shift_sigma(u_boundary + (1 - u_boundary) * u if expert == "high" else u_boundary * u, shift).float()
-
-
-# ----------------------------------------------------------------------------- stochastic steps and their log-probs
+from flow import seeded
+from model import masked_mean
 
 LAWS = ("flow", "dance", "cps")
 
@@ -117,11 +38,6 @@ def transition(law, latents, velocity, sigma, sigma_next, sigma_1, noise_level):
         g *= math.sqrt(sigma / (1 - (sigma_1 if sigma == 1 else sigma)))
     mean = latents * (1 + g**2 * dt / (2 * sigma)) + velocity * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
     return mean, g * math.sqrt(-dt)
-
-
-def masked_mean(values, gen_mask):
-    """Mean over generated positions: values b c f h w, gen_mask b 1 f h w -> b."""
-    return (values.mean(1, keepdim=True) * gen_mask).flatten(1).sum(1) / gen_mask.flatten(1).sum(1)
 
 
 def log_prob(law, sample, mean, std, gen_mask):
@@ -183,56 +99,3 @@ class Record:
     negative_text: torch.Tensor | None  # 1 n d
     transitions: list  # one Transition a step of the window
     rewards: dict  # name -> b
-
-
-# ----------------------------------------------------------------------------- sampling
-
-
-def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2,
-                    cfg_batched=False):  # fmt: skip
-    """Velocity with classifier-free guidance: uncond + scale (cond - uncond) (Ho & Salimans, arXiv 2207.12598).
-
-    latents b c f h w; sigma b on the CPU; text b n d, negative_text b|1 n d. guidance_scale is the high expert's (or
-    the single one's), guidance_scale_2 the low one's. At scale 1 the unconditional pass is left out; cfg_batched=True
-    runs both passes as one batch of 2 b.
-    """
-    low = wan_model.route(wan.boundary_ratio, sigma) == "low"
-    scale = guidance_scale_2 if low else guidance_scale
-    if scale == 1.0:
-        return wan_model.velocity(wan, latents, sigma, condition, text)
-    negative_text = negative_text.expand_as(text)
-    if cfg_batched:
-        twice = [torch.cat([x, x]) if x is not None else None for x in (latents, sigma, condition)]
-        conditional, unconditional = wan_model.velocity(wan, *twice, torch.cat([text, negative_text])).chunk(2)
-    else:
-        conditional = wan_model.velocity(wan, latents, sigma, condition, text)
-        unconditional = wan_model.velocity(wan, latents, sigma, condition, negative_text)
-    return unconditional + scale * (conditional - unconditional)
-
-
-@torch.no_grad()
-def sample(wan, noise, condition, text, negative_text, sigmas, guidance_scale, guidance_scale_2, cfg_batched=False,
-           law="flow", noise_level=0.0, window=(), generators=(), progress=None):  # fmt: skip
-    """From noise to latents: stochastic steps of a law inside the window, Euler's ODE steps x + v dt outside it.
-
-    noise b c f h w; sigmas k+1 from sigma_grid; condition, texts and guidance as in guided_velocity; generators: one a
-    sample, on the CPU, for the noise of its stochastic steps. progress: a label for a bar, None for no bar.
-    -> latents b c f h w with the given frame restored, list of Transition (one a step of the window).
-    """
-    latents, transitions = noise.float(), []
-    gen_mask = wan_model.generated_mask(wan, latents, condition)
-    grid = sigmas.tolist()
-    for i in tqdm(range(len(grid) - 1), desc=progress, leave=False, disable=None if progress else True):
-        sigma = sigmas[i].expand(len(latents))
-        v = guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2,
-                            cfg_batched)  # fmt: skip
-        if i not in window:
-            latents = latents + v * (grid[i + 1] - grid[i])
-            continue
-        mean, std = transition(law, latents, v, grid[i], grid[i + 1], grid[1], noise_level)
-        drawn = torch.stack([torch.randn(latents.shape[1:], generator=g) for g in generators]).to(latents.device)
-        following = wan_model.clamp_given(wan, mean + std * drawn, condition)
-        log_density = log_prob(law, following, mean, std, gen_mask)
-        transitions.append(Transition(i, latents.cpu(), following.cpu(), mean.cpu(), log_density.cpu()))
-        latents = following
-    return wan_model.clamp_given(wan, latents, condition), transitions

@@ -14,15 +14,19 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+import adapters
+import checkpoints
 import data as robot_data
 import encoders
+import flow
 import fsdp
 import latent_cache
 import model as wan_model
-import rollout
+import sampler
 import validate
 import video
-from configurator import UserError, check_values, configure
+from configurator import check_values, configure
+from guard import UserError
 
 model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME
 lora = ""  # an exported lora/ folder to put on it
@@ -64,7 +68,7 @@ rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
     wan = wan_model.describe(model, boundary_ratio)
     check_values(config, at_least=dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01),
-                 one_of=dict(dtype=("float32", "bfloat16")))  # fmt: skip
+                 one_of=dict(dtype=("float32", "bfloat16")))
     wan.dtype = getattr(torch, dtype)
     wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     guidance_scale_2 = guidance_scale_2 or guidance_scale
@@ -74,14 +78,14 @@ with fsdp.all_ranks_agree():
         raise UserError("lora and checkpoint: want one of them")
     if checkpoint and not os.path.isfile(os.path.join(checkpoint, "meta.json")):
         raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
-    meta = fsdp.read_meta(checkpoint) if checkpoint else {}
+    meta = checkpoints.read_meta(checkpoint) if checkpoint else {}
     if meta and "views" not in meta["config"]:
         raise UserError(f"checkpoint={checkpoint}: not of train_i2v_sft.py; want --lora= of the run's exported lora/")
     for name in ("model", "pointmaps", "views", "cell_height", "cell_width", "num_frames", "shift"):
         if meta and meta["config"][name] != config[name]:
             trained_with = meta["config"][name]
             raise UserError(f"{name}={config[name]}: {checkpoint} was trained with {trained_with}, want the same")
-    if lora and not any(wan_model.has_lora(lora, expert) for expert in wan.expert_names):
+    if lora and not any(adapters.has_lora(lora, expert) for expert in wan.expert_names):
         raise UserError(f"lora={lora}: no exported adapter for {' or '.join(wan.expert_names)} in it")
     if bool(images) == bool(demo):
         raise UserError(f"images={images!r}, demo={demo!r}: want either images (one a view) or a demo of data")
@@ -93,7 +97,7 @@ with fsdp.all_ranks_agree():
             box = meta.get("box") or (latent_cache.cached_box(cache_dir) if cache_dir else None)
         if box is None or images:
             raise UserError("pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one, or the "
-                            f"training's cache (got cache_dir={cache_dir!r})")  # fmt: skip
+                            f"training's cache (got cache_dir={cache_dir!r})")
     if demo:
         demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
         if demo not in demos.num_frames:
@@ -133,7 +137,7 @@ vae = encoders.load_vae(model, device)
 condition = None
 if wan.kind != "t2v" or clamp_first_frame:
     condition = robot_data.join_cells({name: encoders.encode_condition(vae, cell[None, :, 0], num_frames, wan.kind)
-                                       for name, cell in truth.items()})  # b z F|1 H W  # fmt: skip
+                                       for name, cell in truth.items()})  # b z F|1 H W
 tokenizer, text_encoder = encoders.load_text_encoder(model, device)
 text = encoders.encode_text(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens).to(device)
 text, negative = text.split(1)  # 1 n d each
@@ -150,8 +154,8 @@ for expert in wan.expert_names:
     trained = bool(settings) and settings["experts"] in ("both", expert)
     if trained and settings["lora_rank"]:
         adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
-    elif lora and wan_model.has_lora(lora, expert):
-        trained, adapter = True, wan_model.read_lora(lora, expert)[1:]
+    elif lora and adapters.has_lora(lora, expert):
+        trained, adapter = True, adapters.read_lora(lora, expert)[1:]
     transformer = wan_model.load_expert(wan, expert, device, settings.get("seed", 0), trained, *adapter, lora)
     fsdp.wrap_blocks(transformer, "none", compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
@@ -159,23 +163,23 @@ if checkpoint:
     kind = "ema" if settings["ema_decay"] > 0 else "parameter"
     tensors = {f"{kind}.{name}": p.detach() for name, p in wan_model.trainable_parameters(wan).items()}
     with fsdp.all_ranks_agree():
-        if missing := sorted(tensors.keys() - fsdp.saved_names(checkpoint)):
+        if missing := sorted(tensors.keys() - checkpoints.saved_names(checkpoint)):
             raise UserError(f"checkpoint={checkpoint}: holds no {missing[0]}: want the model it was trained from")
-    fsdp.load_checkpoint(checkpoint, tensors)
+    checkpoints.load(checkpoint, tensors)
 
 # ----------------------------------------------------------------------------- sample, decode, write
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
-                len(view_names) * cell_width // stride[2])  # fmt: skip
-sigmas = rollout.sigma_grid(num_inference_steps, shift)
+                len(view_names) * cell_width // stride[2])
+sigmas = flow.sigma_grid(num_inference_steps, shift)
 if rank == 0:
     print(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, "
-          f"guidance {guidance_scale:g} (high) {guidance_scale_2:g} (low), latents {latent_shape}")  # fmt: skip
+          f"guidance {guidance_scale:g} (high) {guidance_scale_2:g} (low), latents {latent_shape}")
     print(f"prompt: {prompt}")
-noise = rollout.randn(latent_shape, seed)[None].to(device)
-latents, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
-                            progress="sampling" if rank == 0 else None)  # fmt: skip
+noise = flow.randn(latent_shape, seed)[None].to(device)
+latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
+                            progress="sampling" if rank == 0 else None)
 if rank == 0:
-    cells = validate.decode_cells(vae, latents[0], modalities, view_names)
+    cells = sampler.decode_cells(vae, latents[0], modalities, view_names)
     got, want = validate.frames_of(cells), validate.frames_of(truth)
     video.write_mp4(f"{out}.mp4", got, fps)
     rows = [("given", want[:1]), ("generated", got)] + ([("recorded", want)] if demo else [])

@@ -33,7 +33,7 @@ from safetensors.torch import load, save_file
 import model as wan_model
 import rollout
 import sglang_server
-from configurator import UserError
+from guard import UserError
 
 WRITTEN_FOR = "0.5.23"
 SDE_TYPES = {"flow": "sde", "cps": "cps"}  # our law -> sglang's rollout_sde_type
@@ -61,7 +61,7 @@ def check_settings(settings, wan):
     """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
     if settings["sglang_launch"] == bool(settings["sglang_urls"]):
         raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,..., got "
-                        + ("both" if settings["sglang_launch"] else "neither"))  # fmt: skip
+                        + ("both" if settings["sglang_launch"] else "neither"))
     urls = urls_of(settings)
     for url in urls:
         if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
@@ -77,12 +77,12 @@ def check_settings(settings, wan):
     scales = settings["guidance_scale"], settings["guidance_scale_2"] or settings["guidance_scale"]
     if min(scales) < 1 or (scales[0] == 1) != (scales[1] == 1):
         raise UserError(f"guidance_scale={scales[0]:g}, guidance_scale_2={scales[1]:g}: SGLang has guidance on (both "
-                        "more than 1) or off (both 1)")  # fmt: skip
+                        "more than 1) or off (both 1)")
     if settings["max_text_tokens"] != 512:
         raise UserError(f"max_text_tokens={settings['max_text_tokens']}: SGLang's servers always use 512")
     if (settings["sglang_retries"] + 1) * settings["sglang_timeout"] > 1500:
         raise UserError(f"sglang_timeout={settings['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
-                        "together, the other ranks wait meanwhile")  # fmt: skip
+                        "together, the other ranks wait meanwhile")
     if settings["lora_sync"] == "disk" and not os.path.isdir(settings["lora_sync_dir"]):
         raise UserError(f"lora_sync_dir={settings['lora_sync_dir']}: no such folder; want one that the server sees too")
     if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
@@ -100,7 +100,7 @@ def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_s
     client = SGLangClient(wan, latent_shape, sampling | {"sigmas": sigmas}, guidance, settings["negative_prompt"],
                           device.type, urls, responsible=urls[rank::world_size], rank=rank,
                           concurrency=settings["sglang_concurrency"], timeout=settings["sglang_timeout"],
-                          retries=settings["sglang_retries"], colocated=settings["sglang_colocated"])  # fmt: skip
+                          retries=settings["sglang_retries"], colocated=settings["sglang_colocated"])
     for url in client.responsible:
         client.check(url, *example)
     if settings["sglang_launch"]:
@@ -116,7 +116,7 @@ def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_s
                 os.path.join(folder, f"node_{node}.log"), client.url_file, client.timeout, client.retries,
                 lambda url: client.check(url, *example), stopping, settings["sglang_port"], model=settings["model"],
                 devices=settings["sglang_devices"], dtype=settings["dtype"], shift=settings["shift"],
-                command=settings["sglang_command"], args=settings["sglang_args"])  # fmt: skip
+                command=settings["sglang_command"], args=settings["sglang_args"])
             client.close = server.end
             atexit.register(server.end)
     return client
@@ -131,7 +131,7 @@ def check_drift(drift, wan, guidance, clip_range):
     yield f"drift      server against trainer: {each}"
     if drift["drift/ratio"] > clip_range:
         yield (f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
-               "log-probs are recomputed here, but its videos are a little off-policy")  # fmt: skip
+               "log-probs are recomputed here, but its videos are a little off-policy")
     # rounding a pass, which guidance u + s (c - u) multiplies: two bf16 graphs of one full-size model differ by 2 % at
     # s = 1 and by 10 % at s = 5 (random weights)
     scale = max(guidance["guidance_scale"], guidance["guidance_scale_2"])
@@ -189,7 +189,7 @@ def linear_shapes(config):
     with torch.device("meta"):
         transformer = WanTransformer3DModel.from_config(config)
     return {name: tuple(module.weight.shape) for name, module in transformer.named_modules()
-            if isinstance(module, torch.nn.Linear)}  # fmt: skip
+            if isinstance(module, torch.nn.Linear)}
 
 
 def check_adapters(tensors, shapes):
@@ -202,7 +202,7 @@ def check_adapters(tensors, shapes):
         raise UserError(f"LoRA for the server: no linear layer {unknown[0]} in the model")
     if embedders := sorted(layer for layer in layers if "embedder" in layer):
         raise UserError(f"LoRA for the server: SGLang adapts no embedder such as {embedders[0]}: leave it out of "
-                        "lora_targets")  # fmt: skip
+                        "lora_targets")
     for layer in sorted(layers):
         a, b = (tensors.get(f"{layer}.lora_{side}.weight") for side in "AB")
         if a is None or b is None:
@@ -210,7 +210,7 @@ def check_adapters(tensors, shapes):
         rows, columns = shapes[layer]
         if a.ndim != 2 or a.shape[1] != columns or tuple(b.shape) != (rows, len(a)):
             raise UserError(f"LoRA for the server: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, "
-                            f"want (r, {columns}) and ({rows}, r)")  # fmt: skip
+                            f"want (r, {columns}) and ({rows}, r)")
         if not (a.isfinite().all() and b.isfinite().all()):
             raise UserError(f"LoRA for the server: {layer} has NaN or infinity")
 
@@ -223,7 +223,7 @@ class SGLangClient:
     """
 
     def __init__(self, wan, latent_shape, sampling, guidance, negative_prompt, device_type, urls=(), url_file="",
-                 responsible=None, rank=0, concurrency=4, timeout=300.0, retries=2, colocated=False):  # fmt: skip
+                 responsible=None, rank=0, concurrency=4, timeout=300.0, retries=2, colocated=False):
         self.wan, self.latent_shape, self.sampling, self.guidance = wan, latent_shape, sampling, guidance
         self.negative_prompt, self.device_type = negative_prompt, device_type
         self.urls, self.url_file, self.timeout, self.retries = list(urls), url_file, timeout, retries
@@ -277,7 +277,7 @@ class SGLangClient:
                 failures += bool(self.url_file) or not error.gone  # of the user's servers the next one is asked
                 if failures > self.retries:
                     raise UserError(f"no rollout after {failures} attempts, the last: {error}: is the server started "
-                                    "with this run's --dtype?") from None  # fmt: skip
+                                    "with this run's --dtype?") from None
 
     def current_urls(self):
         """Where the servers are now: none while a launched one isn't up. UserError once it has been given up."""
@@ -325,7 +325,7 @@ class SGLangClient:
             rollout_return_dit_trajectory=True, rollout_return_denoising_env=bool(window), rollout_debug_mode=measured,
             suppress_logs=True, **{name: self.sampling[name] for name in ("height", "width", "num_frames")},
             extra_sampling_params={"guidance_scale_2": scales[1], "boundary_ratio": self.wan.boundary_ratio}
-            if len(self.wan.expert_names) == 2 else None)  # fmt: skip
+            if len(self.wan.expert_names) == 2 else None)
         raw = post(f"{url}/rollout/generate", body, self.timeout)
         try:
             (answer,) = msgpack.unpackb(raw)
@@ -345,11 +345,11 @@ class SGLangClient:
         if latents is None or tuple(latents.shape) != want:
             got = None if latents is None else tuple(latents.shape)
             raise UserError(f"{url}: got latents of {got}, want {want}: is it started with this model and with "
-                            "nanoWan's shim (python sglang_server.py)?")  # fmt: skip
+                            "nanoWan's shim (python sglang_server.py)?")
         grid = tensor_in(answer, "dit_trajectory", "sigmas")
         if grid.shape != sigmas.shape or (grid - sigmas).abs().max() > 1e-5:
             raise UserError(f"{url}: its noise levels are {[round(s, 4) for s in grid.tolist()]}, want "
-                            f"{[round(s, 4) for s in sigmas.tolist()]}: start it with this run's --shift")  # fmt: skip
+                            f"{[round(s, 4) for s in sigmas.tolist()]}: start it with this run's --shift")
         pixels = tensor_in(answer, "generated_output")  # 3 f h w
         height, width, num_frames = (self.sampling[name] for name in ("height", "width", "num_frames"))
         if tuple(pixels.shape) != (3, num_frames, height, width):
@@ -375,7 +375,7 @@ class SGLangClient:
             raise UserError(f"{url}: asked for its velocities, got none: want sglang {WRITTEN_FOR}")
         return Answer(latents.float(), pixels.transpose(0, 1), condition,
                       tensor_in(env, "pos_cond_kwargs", "encoder_hidden_states"), negative,
-                      velocity.float() if velocity is not None else None, answer["inference_time_s"] or 0)  # fmt: skip
+                      velocity.float() if velocity is not None else None, answer["inference_time_s"] or 0)
 
     def collect(self, videos, futures, window, sigmas):
         """The answers of some videos -> a rollout.Record without rewards, its pixels b f 3 h w, seconds in the server.
@@ -399,7 +399,7 @@ class SGLangClient:
             transitions.append(rollout.Transition(step, x, following, mean, log_density))
         negative = answers[0].negative_text
         record = rollout.Record(videos, condition, stack("text"), negative[None] if negative is not None else None,
-                                transitions, {})  # fmt: skip
+                                transitions, {})
         return record, stack("pixels").float() / 255, sum(a.seconds for a in answers)
 
     # ------------------------------------------------------------------------- LoRA, memory, checks
@@ -451,29 +451,29 @@ class SGLangClient:
             if how == "disk":
                 path = os.path.abspath(os.path.join(folder, f"lora_{expert}_{time.time_ns()}"))  # never read twice
                 body = dict(lora_nickname=expert, lora_path=path, target=target, lora_alpha=int(alpha),
-                            merge_mode="dynamic")  # fmt: skip
+                            merge_mode="dynamic")
                 try:
                     os.mkdir(path)
                     save_file(tensors, os.path.join(path, "lora.safetensors"))
                     post(f"{url}/v1/set_lora", body, self.timeout)
                 except (OSError, SafetensorError) as error:
                     raise UserError(f"lora_sync_dir={folder}: {error}: want a folder with room for the LoRA, or "
-                                    "lora_sync=tensor") from None  # fmt: skip
+                                    "lora_sync=tensor") from None
                 finally:
                     shutil.rmtree(path, ignore_errors=True)
             else:
                 payload = base64.b64encode(pickle.dumps(list(tensors.items()), protocol=4)).decode()
                 body = dict(serialized_named_tensors=[payload], weight_update_mode="lora_merge",
-                            target_modules=[target], lora_alpha=alpha, lora_rank=rank)  # fmt: skip
+                            target_modules=[target], lora_alpha=alpha, lora_rank=rank)
                 message = json.loads(post(f"{url}/update_weights_from_tensor", body, self.timeout))["message"]
                 if f"Updated {layers} LoRA layers" not in message or "skipped 0 " not in message:
                     raise UserError(f"{url}: sent a LoRA of {layers} layers, it says: {message}")
         nonzero = any(tensor.any() for tensors in adapters.values() for name, tensor in tensors.items()
-                      if ".lora_B." in name)  # fmt: skip
+                      if ".lora_B." in name)
         before = self.untrained.pop(url, None) if nonzero else None  # the first LoRA that can be seen
         if before is not None and torch.equal(self.ask(url, *self.probe).latents, before):
             raise UserError(f"{url}: a LoRA was synced and the same rollout didn't change: want it started by "
-                            "python sglang_server.py (--lora-merge-mode dynamic)")  # fmt: skip
+                            "python sglang_server.py (--lora-merge-mode dynamic)")
 
     def memory(self, wanted):
         """wanted "release" | "resume": the GPU memory of the servers this rank is responsible for."""
@@ -489,12 +489,12 @@ class SGLangClient:
             served, ours = info["model_path"], self.wan.model
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{url}: no SGLang server there ({getattr(error, 'reason', error)}): start one with "
-                            "python sglang_server.py, or set sglang_launch=True") from None  # fmt: skip
+                            "python sglang_server.py, or set sglang_launch=True") from None
         if info.get("version") != WRITTEN_FOR:
             print(f"{url} runs sglang {info.get('version')}; this client was written for {WRITTEN_FOR}", flush=True)
         here = os.path.isdir(served) and os.path.isdir(ours)  # else on another machine, or a hub id
         if (os.path.realpath(served) != os.path.realpath(ours) if here else
-                os.path.basename(served.rstrip("/")) != os.path.basename(ours.rstrip("/"))):  # fmt: skip
+                os.path.basename(served.rstrip("/")) != os.path.basename(ours.rstrip("/"))):
             raise UserError(f"{url}: serves {served}, want {ours}: start it with this run's --model")
         self.probe = prompt, image, 0, self.sampling["sigmas"]
         try:

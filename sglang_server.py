@@ -23,7 +23,8 @@ import urllib.request
 
 import encoders
 import model as wan_model
-from configurator import UserError, configure
+from configurator import configure
+from guard import UserError
 
 _SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration sglang uses for it
@@ -89,10 +90,10 @@ def start(model, port, devices, dtype, shift, command, args, **popen):
                    if not name.startswith(("TORCHELASTIC", "TORCH_NCCL"))
                    and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
                                     "ROLE_NAME", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-                   }  # fmt: skip
+                   }
     folders = [_SHIM, *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "PYTHONPATH": os.pathsep.join(folders),
-                    "NANOWAN_LAUNCHER": str(os.getpid())}  # fmt: skip
+                    "NANOWAN_LAUNCHER": str(os.getpid())}
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
@@ -100,13 +101,13 @@ def start(model, port, devices, dtype, shift, command, args, **popen):
     flags = (f"--model-type diffusion --model-path {shlex.quote(model)} --host 127.0.0.1 --port {port} "
              f"--master-port {port + 10} --scheduler-port {port + 20} --strict-ports --sleep-on-idle --warmup-mode off "
              f"--dit-precision {precision} --flow-shift {shift} --lora-merge-mode dynamic "
-             f"--model-id {CONFIGURATIONS[wan.kind, len(wan.expert_names)]}")  # fmt: skip
+             f"--model-id {CONFIGURATIONS[wan.kind, len(wan.expert_names)]}")
     try:
         return subprocess.Popen([*program, *shlex.split(flags), *shlex.split(args)], env=environment,
-                                stdin=subprocess.DEVNULL, start_new_session=True, **popen)  # fmt: skip
+                                stdin=subprocess.DEVNULL, start_new_session=True, **popen)
     except OSError as error:
         raise UserError(f"{program[0]}: {error.strerror}: want SGLang's environment, which `make sglang` "
-                        "makes") from None  # fmt: skip
+                        "makes") from None
 
 
 def end(process):

@@ -1,17 +1,60 @@
-"""Rewards that measure what a task asks for: the tiny world's ball, and the geometry of an HCPT video's views.
+"""Rewards in closed form: general ones, then what a task asks for: the tiny world's ball, an HCPT video's geometry.
 
 Functions (videos b f 3 h w in 0..1, prompts, metadata) -> b, listed in reward.REWARDS.
 """
 
+import io
 import itertools
 import re
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 import tiny
-from configurator import UserError
 from geometry import denormalise_points
+from guard import UserError
+
+# ----------------------------------------------------------------------------------------------------------------------
+# closed forms
+
+
+def smoothness(videos, prompts, metadata):
+    """-mean (x[f+1] - 2 x[f] + x[f-1])^2 over pixels and times: 0 for any steady fade, -4 for strobing black and white.
+
+    A still video has the best score: use it beside a reward that wants motion.
+    """
+    want_frames("smoothness", videos, 3)
+    return -torch.diff(videos.float(), n=2, dim=1).square().flatten(1).mean(1)
+
+
+def first_frame(videos, prompts, metadata):
+    """-mean (x[1] - x[0])^2: 0 where the first generated frame continues the given one, more negative at a jump."""
+    want_frames("first_frame", videos, 2)
+    return -(videos[:, 1].float() - videos[:, 0].float()).square().flatten(1).mean(1)
+
+
+def jpeg(videos, prompts, metadata):
+    """Compressibility: minus kilobytes (1000 bytes) a frame as JPEG of quality 95 (DDPO, arXiv 2305.13301)."""
+
+    def kilobytes(frame):  # h w 3 uint8
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, format="JPEG", quality=95)
+        return file.tell() / 1000
+
+    return -torch.tensor([np.mean([kilobytes(frame) for frame in video]) for video in uint8_frames(videos)])
+
+
+def want_frames(name, videos, num_frames):
+    if videos.shape[1] < num_frames:
+        raise UserError(f"reward {name}: got videos of {videos.shape[1]} frames, want at least {num_frames}")
+
+
+def uint8_frames(videos):
+    """b f 3 h w in 0..1 -> numpy uint8 b f h w 3."""
+    return (videos.float().clamp(0, 1) * 255).round().to(torch.uint8).movedim(2, -1).cpu().numpy()
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the tiny world's task: does the ball of the prompted colour move in the prompted direction?
@@ -34,14 +77,13 @@ def ball_track(videos, metadata):
     spread are compared with frame 0, so a ball that fades, grows, smears or doubles costs quality, and so does any
     saturation of another hue.
     """
-    if videos.shape[1] < 2:
-        raise UserError(f"reward ball: got videos of {videos.shape[1]} frames, want at least 2")
+    want_frames("ball", videos, 2)
     for name, known in (("colour", tiny.COLOURS), ("direction", tiny.DIRECTIONS)):
         for entry in metadata:
             if entry.get(name) not in known:
                 raise UserError(f"reward ball or ball_success: got {name} {entry.get(name)!r} in metadata, want one of "
                                 f"{list(known)}: the tiny world's task; for other prompts set other rewards and "
-                                "eval_rewards")  # fmt: skip
+                                "eval_rewards")
     videos = videos.float()
     height, width = videos.shape[-2:]
     colours = torch.tensor([tiny.COLOURS[entry["colour"]] for entry in metadata], device=videos.device).float()
@@ -170,7 +212,7 @@ def views(videos, prompts, metadata):
     """Minus the median distance, mm, between what a pixel says and what the other view says of the same place.
 
     videos are HCPT grids: the RGB row above the pointmap row, a column a view. Each cell is to be decoded by itself, as
-    validate.decode_cells does: train_grpo.py decodes a video as one picture of 8 bits, which blurs the seams and rounds
+    sampler.decode_cells does: train_grpo.py decodes a video as one picture of 8 bits, which blurs the seams and rounds
     points to a 255th of the box. Wanted of metadata:
       "box"      x0 y0 z0 x1 y1 z1 metres, that -1..1 of a pointmap spans (LatentCache.box)
       "cameras"  a dict a view, left to right: "intrinsics" 3 3 and "extrinsics" 4 4 (camera to world), standing still,
@@ -202,12 +244,12 @@ def view_distance(points, box, cameras):
     xyz = denormalise_points(points, box)
     size = torch.tensor([width, height], device=points.device)
     pixels = torch.stack(torch.meshgrid(*(torch.arange(n, device=points.device) + 0.5 for n in (width, height)),
-                                        indexing="xy"), dim=-1)  # h w 2, column and row  # fmt: skip
+                                        indexing="xy"), dim=-1)  # h w 2, column and row
 
     def project(xyz, camera):
         """World points ... 3 -> camera's pixel ... 2 in cells, depth ... 1."""
         K, E = (torch.tensor(camera[name], dtype=torch.float32, device=xyz.device)
-                for name in ("intrinsics", "extrinsics"))  # fmt: skip
+                for name in ("intrinsics", "extrinsics"))
         seen = (xyz - E[:3, 3]) @ E[:3, :3] @ K.T
         scale = size / torch.tensor(camera["size"][::-1], device=xyz.device)
         return seen[..., :2] / seen[..., 2:] * scale, seen[..., 2:], K[0, 0] * scale[0]

@@ -35,9 +35,10 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from configurator import UserError, configure
+from configurator import configure
 from data import RobotDemos, parse_box, point_cell, rgb_cell
 from encoders import AutoencoderDCT
+from guard import UserError
 
 out = "out/tiny"  # folder to write
 num_demos = 624  # demonstrations in robot.hdf5; the last 24 are mask/valid, one of each prompt
@@ -231,7 +232,7 @@ def make_vae(seed=0):
     """The DCT autoencoder with the scene's own latent statistics."""
     clips = [render(balls[: NUM_FRAMES[0]], colour, side)[0]
              for colour, _, balls in (make_demo(index, 1.0, seed) for index in range(4 * len(PROMPTS)))
-             for side in VIEWS.values()]  # fmt: skip
+             for side in VIEWS.values()]
     pixels = torch.from_numpy(np.stack(clips)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1  # b 3 f h w
     return fitted_vae(F.avg_pool3d(pixels, (1, 2, 2)), z_dim=16)  # the 16 x 16 cells of the recipes
 
@@ -279,7 +280,7 @@ def make_conv_vae(kind, seed=1):
         return AutoencoderKLWan(**small)
     return AutoencoderKLWan(**small, decoder_base_dim=8, z_dim=48, is_residual=True, in_channels=12, out_channels=12,
                             patch_size=2, scale_factor_spatial=16, latents_mean=torch.linspace(-1, 1, 48).tolist(),
-                            latents_std=torch.linspace(0.5, 1.5, 48).tolist())  # fmt: skip
+                            latents_std=torch.linspace(0.5, 1.5, 48).tolist())
 
 
 def make_transformer(in_channels, seed, out_channels=16, size=TRANSFORMER):
@@ -338,7 +339,7 @@ def main():
     except OSError as error:
         raise UserError(f"out={out}: can't write there ({error})") from error
     print(f"{folder}: {num_demos} demos, {len(PROMPTS)} prompts, models i2v ti2v t2v ti2v_conv of "
-          f"{make_transformer(36, 0).num_parameters() / 1e6:.2f} M parameters an expert")  # fmt: skip
+          f"{make_transformer(36, 0).num_parameters() / 1e6:.2f} M parameters an expert")
 
 
 if __name__ == "__main__":

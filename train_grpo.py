@@ -29,16 +29,22 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import adapters
+import checkpoints
+import cost
 import encoders
+import flow
 import fsdp
 import grpo_checks
+import held_out
 import model as wan_model
 import reward
 import rollout as wan_rollout
+import sampler
 import sglang_client
-import validate
-from configurator import UserError, configure, hold_folder, save_config
+from configurator import configure, save_config
 from data import check_sizes
+from guard import UserError, hold_folder
 from latent_cache import contents
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
@@ -137,7 +143,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
     "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
     *(name for name in config if name.startswith(("sglang_", "lora_sync"))), "trainer_devices", "drift_interval",
     *(["rollout_batch"] if num_minibatches == 1 else []),  # of which minibatches are made
-}  # fmt: skip
+}
 if trainer_devices:
     os.environ["CUDA_VISIBLE_DEVICES"] = trainer_devices  # before CUDA is first asked
 
@@ -167,51 +173,50 @@ with fsdp.all_ranks_agree():
     if rollout == "sglang":
         sglang_client.check_settings(config, wan)
         recompute_log_prob = True
-    num_trained = wan_model.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
+    num_trained = adapters.check_lora(wan, wan.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2 or guidance_scale,
-                    cfg_batched=cfg_batched)  # fmt: skip
+                    cfg_batched=cfg_batched)
     if (guidance_scale != 1 or guidance["guidance_scale_2"] != 1) and not negative_prompt:
         raise UserError('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
     train_prompts = Prompts(data_jsonl, height, width, needs_image=wan.kind != "t2v")
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=wan.kind != "t2v")
     prompts_of(0)
     weights = reward.parse_rewards(rewards)
-    checkpoint = fsdp.checkpoint_to_resume(out_dir, resume)
-    meta = fsdp.read_meta(checkpoint) if checkpoint else None
+    checkpoint = checkpoints.to_resume(out_dir, resume)
+    meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
     if meta:
-        changed = fsdp.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
+        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
 
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
-sigmas = wan_rollout.sigma_grid(num_steps, shift)
-eval_sigmas = wan_rollout.sigma_grid(num_eval_steps, shift)
+sigmas = flow.sigma_grid(num_steps, shift)
+eval_sigmas = flow.sigma_grid(num_eval_steps, shift)
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])
-say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {wan_model.count_parameters(wan.config):,} parameters, "
+say(f"model      {model}: {wan.kind}, {len(wan.expert_names)} x {cost.count_parameters(wan.config):,} parameters, "
     f"boundary {wan.boundary_ratio}, guidance {guidance_scale:g} (high) "
-    f"{guidance['guidance_scale_2']:g} (low)")  # fmt: skip
+    f"{guidance['guidance_scale_2']:g} (low)")
 num_passes = 1 if guidance_scale == 1 and guidance["guidance_scale_2"] == 1 else 2
-estimate = wan_model.estimate_memory(
-    wan.config, wan_model.num_tokens(latent_shape) * rollout_batch * num_passes, len(wan.expert_names),
+estimate = cost.estimate_memory(
+    wan.config, cost.num_tokens(latent_shape) * rollout_batch * num_passes, len(wan.expert_names),
     world_size // dp_replicate, wan.dtype, lora_rank, lora_targets, checkpointing, ema_decay > 0,
-    reference=kl_beta > 0 and not lora_rank)  # fmt: skip
+    reference=kl_beta > 0 and not lora_rank)
 say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU in training, without VAE and rewards: weights "
     f"{estimate['weights']:.1f}, trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")
 if device.type == "cuda" and sum(estimate.values()) > torch.cuda.get_device_properties(device).total_memory / 2**30:
     say("warning    that is more than the GPU has: lower rollout_batch, set checkpointing=full, or use more GPUs")
 say(f"grid       {num_steps} steps, shift {shift:g}: " + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
 say(f"rollout    {prompts_per_iteration} prompts x {group_size}, {law} at noise level {noise_level:g} in "
-    f"{num_sde_steps} steps of {sde_window}, {wan_model.num_tokens(latent_shape):,} tokens a video, "
-    f"{videos_each} videos a rank")  # fmt: skip
+    f"{num_sde_steps} steps of {sde_window}, {cost.num_tokens(latent_shape):,} tokens a video, "
+    f"{videos_each} videos a rank")
 
 # ----------------------------------------------------------------------------- rewards, text, VAE
 with fsdp.all_ranks_agree():
-    options = dict(pickscore_model=pickscore_model, pickscore_frames=pickscore_frames, timeout=reward_timeout)
     more = reward.parse_rewards(eval_rewards, "eval_rewards") if eval_rewards else []
-    all_rewards = reward.load_rewards(dict(weights + more).items(), device, **options)  # name -> reward
+    all_rewards = reward.load_rewards(dict(weights + more), config, device)  # name -> reward
     train_rewards = {name: all_rewards[name] for name, _ in weights}
     if is_main:
         hold_folder(out_dir)  # a job submitted twice must not touch the servers of the first
@@ -219,7 +224,7 @@ server = None
 if rollout == "sglang":  # text encoder and VAE are the server's
     with fsdp.all_ranks_agree():
         server = sglang_client.connect(config, wan, latent_shape, guidance, sigmas, device, rank, world_size,
-                                       train_prompts, lambda: stop.requested)  # fmt: skip
+                                       train_prompts, lambda: stop.requested)
     say(f"servers    {', '.join(server.current_urls())}: each made a video of {train_prompts.prompts[0]!r}")
 else:
     tokenizer, text_encoder = encoders.load_text_encoder(model, device)
@@ -259,7 +264,7 @@ def load_experts(trainable):
     for expert in wan.expert_names:
         with fsdp.all_ranks_agree():
             transformer = wan_model.load_expert(wan, expert, device, seed, trainable, lora_rank, lora_alpha,
-                                                lora_targets, init_lora)  # fmt: skip
+                                                lora_targets, init_lora)
         fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
         loaded[expert] = fsdp.shard(transformer, mesh)
     return loaded
@@ -270,14 +275,15 @@ parameters = wan_model.trainable_parameters(wan)
 frozen = load_experts(trainable=False) if kl_beta > 0 and not lora_rank else None  # the reference of full fine-tuning
 # that of LoRA: B = 0, so that the same compiled kernels run and round alike, or the adapters to start from
 before_training = {name: p.detach().clone() if init_lora else None for name, p in parameters.items()
-                   if lora_rank and (init_lora or ".lora_B." in name)}  # fmt: skip
+                   if lora_rank and (init_lora or ".lora_B." in name)}
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_decay, fused=device.type == "cuda")
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
 averaged = ema.shadow if ema else parameters  # what is evaluated and exported
 start_iteration = skipped_steps = 0
 saved_iteration = meta["step"] if meta else -1  # of the last checkpoint
 if checkpoint:
-    fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(checkpoint)))
+    saved = checkpoints.saved_names(checkpoint)
+    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, ema, saved))
     start_iteration, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
     say(f"changed    {changed}")
@@ -317,11 +323,11 @@ def sample_here(iteration, window, videos, prompt_of, spent):
     with saving(iteration), fsdp.all_ranks_agree():  # where an image is gone
         condition, text, negative_text = conditions(train_prompts, prompt_of)
     # a video's noise, the first and each step's, comes from one generator of its own
-    generators = [wan_rollout.seeded("cpu", seed, iteration, n) for n in videos]
+    generators = [flow.seeded("cpu", seed, iteration, n) for n in videos]
     noise = torch.stack([torch.randn(latent_shape, generator=g) for g in generators]).to(device)
-    latents, transitions = wan_rollout.sample(wan, noise, condition, text, negative_text, sigmas, **guidance, law=law,
+    latents, transitions = sampler.sample(wan, noise, condition, text, negative_text, sigmas, **guidance, law=law,
                                               noise_level=noise_level, window=window,
-                                              generators=generators)  # fmt: skip
+                                              generators=generators)
     started = end_phase("roll", started, spent)
     if wan.kind == "ti2v" and latents.isfinite().all() and not torch.equal(latents[:, :, :1], condition):
         raise RuntimeError("the given frame changed in the rollout")
@@ -345,9 +351,9 @@ def roll_out(iteration, window, spent):
         measured = drift_due(iteration)  # in this rank's first batch
         with saving(iteration), fsdp.all_ranks_agree():
             asked = {n: server.submit(train_prompts, prompt_indices[n // group_size],
-                                      wan_rollout.seed_of(seed, iteration, n), sigmas, window,
+                                      flow.seed_of(seed, iteration, n), sigmas, window,
                                       measured and n < starts.start + rollout_batch)
-                     for n in range(starts.start, starts.start + videos_each)}  # fmt: skip
+                     for n in range(starts.start, starts.start + videos_each)}
     for start in tqdm(starts, desc="rollout", leave=False, disable=None if is_main else True):
         if stop.anywhere():
             if server:
@@ -367,11 +373,11 @@ def roll_out(iteration, window, spent):
         with fsdp.all_ranks_agree():
             if not (pixels.isfinite().all() and record.transitions[-1].next_latents.isfinite().all()):
                 raise UserError(f"iteration {iteration}: got NaN or infinity in a rollout of "
-                                f"{train_prompts.prompts[prompt_of[0]]!r}: lower lr or noise_level")  # fmt: skip
+                                f"{train_prompts.prompts[prompt_of[0]]!r}: lower lr or noise_level")
         started = now()
         with saving(iteration), fsdp.all_ranks_agree():
             record.rewards = reward.score(train_rewards, pixels, [train_prompts.prompts[i] for i in prompt_of],
-                                          [train_prompts.metadata[i] for i in prompt_of])  # fmt: skip
+                                          [train_prompts.metadata[i] for i in prompt_of])
         end_phase("reward", started, spent)
         records.append(record)
     return records
@@ -391,7 +397,7 @@ def give_servers(tensors):
             server.sync(adapters, lora_rank, lora_alpha, wan.dtype, lora_sync, lora_sync_dir)
     failed = [float(url in server.down and url in server.responsible) for url in server.urls]
     server.down = {url: server.down.get(url, f"{url} failed at the sync")
-                   for url, down in zip(server.urls, fsdp.reduce_max(failed), strict=True) if down}  # fmt: skip
+                   for url, down in zip(server.urls, fsdp.reduce_max(failed), strict=True) if down}
     server.synced()
     return time.perf_counter() - started
 
@@ -420,8 +426,8 @@ def score(policy, record, transition):
     """Mean b c f h w, std, log-prob b and gen_mask of a stored transition under a policy: the function that drew it."""
     to = lambda x: x.to(device) if x is not None else None  # noqa: E731
     condition, latents, k = to(record.condition), to(transition.latents), transition.step
-    v = wan_rollout.guided_velocity(policy, latents, sigmas[k].expand(len(latents)), condition, to(record.text),
-                                to(record.negative_text), **guidance)  # fmt: skip
+    v = sampler.guided_velocity(policy, latents, sigmas[k].expand(len(latents)), condition, to(record.text),
+                                to(record.negative_text), **guidance)
     grid = sigmas.tolist()
     mean, std = wan_rollout.transition(law, latents, v, grid[k], grid[k + 1], grid[1], noise_level)
     gen_mask = wan_model.generated_mask(policy, latents, condition)
@@ -437,7 +443,7 @@ def clipped_loss(record, transition, advantages):
     mean, std, log_prob, gen_mask = score(wan, record, transition)
     difference, weight = log_prob - transition.log_prob.to(device), 1.0
     if ratio_norm:  # GRPO-Guard: ratios centred at 1 and of one scale at all steps, gradients weighed by 1 / -dt
-        moved = wan_rollout.masked_mean((mean - transition.mean.to(device)).square(), gen_mask)
+        moved = wan_model.masked_mean((mean - transition.mean.to(device)).square(), gen_mask)
         difference = (difference + moved / (2 * std**2)) * std
         weight = 1 / (sigmas[transition.step] - sigmas[transition.step + 1]).item()
     ratio = difference.exp()  # b
@@ -445,7 +451,7 @@ def clipped_loss(record, transition, advantages):
     logged = dict(ratio=ratio.mean().item(), clip_fraction=((ratio - 1).abs() > clip_range).float().mean().item())
     if transition.reference_mean is not None:
         moved = (mean - transition.reference_mean.to(device)).square()
-        kl = wan_rollout.masked_mean(moved, gen_mask) / (2 * std**2)
+        kl = wan_model.masked_mean(moved, gen_mask) / (2 * std**2)
         loss = loss + kl_beta * kl
         logged["kl"] = kl.mean().item()
     return loss, logged
@@ -497,7 +503,7 @@ def rescore(records):
 def self_check(record, drift):
     """Before the first update of a run: do the rollout's policy, the trainer's and the reference fit together?"""
     say(f"self-check {prompts_per_iteration} different prompts, whole groups of {group_size}"
-        + (", the given frame unchanged" if wan.kind == "ti2v" else ""))  # fmt: skip
+        + (", the given frame unchanged" if wan.kind == "ti2v" else ""))
     say(grpo_checks.check_first_ratio(lambda t: score(wan, record, t)[2], record.transitions, clip_range, drift))
     if lora_rank:
         step = record.transitions[0]
@@ -515,12 +521,12 @@ def generate(positions):
     if server:
         with fsdp.all_ranks_agree():
             asked = [server.submit(eval_prompts, i % len(eval_prompts),
-                                   wan_rollout.seed_of(seed, validate.VALIDATION, i), eval_sigmas)
-                     for i in positions]  # fmt: skip
+                                   flow.seed_of(seed, flow.VALIDATION, i), eval_sigmas)
+                     for i in positions]
             return torch.stack([future.result().pixels for future in asked]).to(device) / 255
     condition, text, negative_text = conditions(eval_prompts, [i % len(eval_prompts) for i in positions])
-    noise = torch.stack([wan_rollout.randn(latent_shape, seed, validate.VALIDATION, i) for i in positions]).to(device)
-    return decode(wan_rollout.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance)[0])
+    noise = torch.stack([flow.randn(latent_shape, seed, flow.VALIDATION, i) for i in positions]).to(device)
+    return decode(sampler.sample(wan, noise, condition, text, negative_text, eval_sigmas, **guidance)[0])
 
 
 def evaluate(iteration):
@@ -529,15 +535,15 @@ def evaluate(iteration):
     if server:
         give_servers(averaged)
     with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
-        means, errors = validate.held_out_rewards(generate, all_rewards, eval_prompts, config, iteration, rank,
-                                                  world_size)  # fmt: skip
+        means, errors = held_out.held_out_rewards(generate, all_rewards, eval_prompts, config, iteration, rank,
+                                                  world_size)
     release_servers()
     say(f"eval {iteration:03d}/{max_iterations} | "
         + " | ".join(f"{name} {means[name]:.4f} +- {errors[name]:.4f}" for name in means)
-        + f" | {num_eval_samples} held-out videos, {time.time() - started:.1f} s")  # fmt: skip
+        + f" | {num_eval_samples} held-out videos, {time.time() - started:.1f} s")
     if is_main:
         metrics.write({"step": iteration, **{f"eval/{name}": mean for name, mean in means.items()},
-                       **{f"eval_error/{name}": error for name, error in errors.items()}})  # fmt: skip
+                       **{f"eval_error/{name}": error for name, error in errors.items()}})
         draw_curves(out_dir)
 
 
@@ -560,12 +566,12 @@ def save(iteration):
         return  # nothing was trained since
     saved_iteration = iteration
     state = dict(step=iteration, skipped_steps=skipped_steps, world_size=world_size, config=begun_with)
-    fsdp.save_checkpoint(out_dir, iteration, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
+    checkpoints.save(out_dir, iteration, checkpoints.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
         export()
 
 
-saving = partial(fsdp.saving, save, out_dir, start_iteration)  # saving(iteration): servers, rewards, images may fail
+saving = partial(checkpoints.saving, save, out_dir, start_iteration)  # servers, rewards, images may fail
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -616,7 +622,7 @@ for iteration in range(start_iteration, max_iterations):
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, (iteration + 1) / max(1, warmup_iterations))
     for epoch in range(num_inner_epochs):
-        order = torch.randperm(len(pairs), generator=wan_rollout.seeded("cpu", seed, iteration, epoch, 0)).tolist()
+        order = torch.randperm(len(pairs), generator=flow.seeded("cpu", seed, iteration, epoch, 0)).tolist()
         for minibatch in np.array_split(order, num_minibatches):
             losses, found = torch.full((num_videos,), 0.0), []  # of this rank's videos; numbers to log
             for n in minibatch:
@@ -642,7 +648,7 @@ for iteration in range(start_iteration, max_iterations):
                 with fsdp.all_ranks_agree():
                     if bad_steps >= max_bad_steps:
                         raise UserError(f"{bad_steps} non-finite steps in a row, now in iteration {iteration}: {told}: "
-                                        "lower lr")  # fmt: skip
+                                        "lower lr")
     if ema and (iteration + 1) % ema_interval == 0:
         ema.update()
 
@@ -653,7 +659,7 @@ for iteration in range(start_iteration, max_iterations):
     means = {name: total / world_size for name, total in zip(means, fsdp.reduce_sum(list(means.values())), strict=True)}
     row = dict(step=done, reward=total.mean().item(), reward_std=total.std(correction=0).item(), **means,
                zero_std_groups=zero_std_groups, lr=optimizer.param_groups[0]["lr"], window=window[0],
-               skipped_steps=skipped_steps)  # fmt: skip
+               skipped_steps=skipped_steps)
     row |= drift | ({"lora_version": server.version} if server else {})
     for name, (seconds, peak) in spent.items():
         row |= {f"seconds/{name}": seconds} | ({f"gib/{name}": peak} if peak else {})
@@ -662,7 +668,7 @@ for iteration in range(start_iteration, max_iterations):
     line = (f"step {done:03d}/{max_iterations} | reward {row['reward']:.3f} +- {row['reward_std']:.3f}"
             f" | ratio {row.get('ratio', math.nan):.4f} | clip {row.get('clip_fraction', math.nan):.2f}{kl}"
             f" | gnorm {row.get('grad_norm', math.nan):.1e} | "
-            + " ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in spent.items()))  # fmt: skip
+            + " ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in spent.items()))
     if device.type == "cuda":
         line += " | " + " ".join(f"{name} {peak:.1f}" for name, (_, peak) in spent.items()) + " GiB"
     say(line)

@@ -19,14 +19,18 @@ from functools import partial
 
 import torch
 
+import adapters
+import checkpoints
+import cost
 import data as robot_data
 import encoders
+import flow
 import fsdp
 import latent_cache
 import model as wan_model
-import rollout
 import validate
-from configurator import UserError, check_values, configure, save_config
+from configurator import check_values, configure, save_config
+from guard import UserError
 from plot import MetricsLog, draw_curves
 
 # ----------------------------------------------------------------------------- settings
@@ -100,7 +104,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
     "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2",
     "fps", "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops", "save_interval", "keep_last",
     "log_interval", "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
-}  # fmt: skip
+}
 
 # ----------------------------------------------------------------------------- checks, before any weight is loaded
 rank, world_size, device = fsdp.init(device)
@@ -121,7 +125,7 @@ with fsdp.all_ranks_agree():
         num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
         save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
         shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1,
-    ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))  # fmt: skip
+    ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))
     for name, top in (("ema_decay", "below 1"), ("beta2", "below 1"), ("text_dropout", "at most 1")):
         if config[name] > 1 or (config[name] == 1 and top == "below 1"):
             raise UserError(f"{name}={config[name]}: want {top}")
@@ -132,9 +136,9 @@ with fsdp.all_ranks_agree():
     wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):
         raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
-                        + ("" if "single" in wan.expert_names else ", high or low"))  # fmt: skip
+                        + ("" if "single" in wan.expert_names else ", high or low"))
     trained = wan.expert_names if experts == "both" else (experts,)
-    wan_model.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora)
+    adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
@@ -143,41 +147,41 @@ with fsdp.all_ranks_agree():
     num_train = sum(window.split == "train" for window in windows)
     if batch_size * world_size > num_train:
         raise UserError(f"batch_size={batch_size} on {world_size} ranks: more than the {num_train} training windows; "
-                        "lower batch_size, use fewer ranks or a smaller window_stride")  # fmt: skip
+                        "lower batch_size, use fewer ranks or a smaller window_stride")
     latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
-                    len(demos.views) * cell_width // stride[2])  # fmt: skip
-    tokens = wan_model.num_tokens(latent_shape)
-    flops = wan_model.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
-    checkpoint = None if dry_run else fsdp.checkpoint_to_resume(out_dir, resume)
-    meta = fsdp.read_meta(checkpoint) if checkpoint else None
+                    len(demos.views) * cell_width // stride[2])
+    tokens = cost.num_tokens(latent_shape)
+    flops = cost.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
+    checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume)
+    meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | latent_cache.contents(config, "model", "data")
     if meta:
-        changed = fsdp.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
+        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
         if meta["global_batch"] != global_batch:
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
-                            "keep ranks x batch_size x grad_accum")  # fmt: skip
+                            "keep ranks x batch_size x grad_accum")
 
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
 boundary = wan.boundary_ratio and f", boundary {wan.boundary_ratio} (timestep {1000 * wan.boundary_ratio:g})"
-shares = {expert: rollout.expert_share(expert, wan.boundary_ratio, shift) for expert in wan.expert_names}
-parameters_each = wan_model.count_parameters(wan.config)
+shares = {expert: flow.expert_share(expert, wan.boundary_ratio, shift) for expert in wan.expert_names}
+parameters_each = cost.count_parameters(wan.config)
 say(f"model      {model}: {wan.kind}, {len(shares)} x {parameters_each:,} parameters{boundary or ''}, shift {shift:g}")
 say(f"experts    {', '.join(f'{name} {share:.1%} of the steps' for name, share in shares.items())}; trained: {experts}")
 say(f"validation {num_inference_steps} steps, guidance_scale {guidance_scale:g} (high), "
-    f"guidance_scale_2 {guidance_scale_2 or guidance_scale:g} (low)")  # fmt: skip
+    f"guidance_scale_2 {guidance_scale_2 or guidance_scale:g} (low)")
 say(f"grid       {' over '.join(modalities)} x {len(demos.views)} views, latents {latent_shape}, "
-    f"{tokens:,} tokens a clip")  # fmt: skip
+    f"{tokens:,} tokens a clip")
 say(f"data       {num_train} training windows of {num_frames} frames, {len(windows) - num_train} held out, "
-    f"{num_train / global_batch:.1f} steps of {global_batch} clips an epoch")  # fmt: skip
+    f"{num_train / global_batch:.1f} steps of {global_batch} clips an epoch")
 for demo, frames in demos.skipped:
     say(f"           skipped {demo}: {frames} frames, want {num_frames} (pad_short=True holds the last)")
 say(f"cost       {flops / 1e12:,.2f} TFLOP a step and rank without recomputation")
-estimate = wan_model.estimate_memory(
+estimate = cost.estimate_memory(
     wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, wan.dtype, lora_rank,
-    lora_targets, checkpointing, ema_decay > 0)  # fmt: skip
+    lora_targets, checkpointing, ema_decay > 0)
 say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU: weights {estimate['weights']:.1f}, "
-    f"trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")  # fmt: skip
+    f"trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")
 have = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else math.inf
 if sum(estimate.values()) > have:
     say(f"warning    this GPU has {have:.0f} GiB: use checkpointing=selective or full, more GPUs, or a smaller clip")
@@ -217,17 +221,17 @@ loaded = wan.expert_names if num_val_videos > 0 else trained
 for expert in loaded:
     with fsdp.all_ranks_agree():
         transformer = wan_model.load_expert(wan, expert, device, seed, expert in trained, lora_rank, lora_alpha,
-                                            lora_targets, init_lora if not checkpoint else "")  # fmt: skip
+                                            lora_targets, init_lora if not checkpoint else "")
     fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 parameters = wan_model.trainable_parameters(wan)
 method = f"LoRA rank {lora_rank}, alpha {lora_alpha:g}" if lora_rank else "full"
 say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors, "
-    f"{method}, on {world_size} x {device.type}")  # fmt: skip
+    f"{method}, on {world_size} x {device.type}")
 
 # ----------------------------------------------------------------------------- optimizer, resume
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
-                              fused=device.type == "cuda")  # fmt: skip
+                              fused=device.type == "cuda")
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
 start_step = skipped_steps = 0
 saved_step = meta["step"] if meta else -1  # of the last checkpoint
@@ -242,8 +246,8 @@ def lr_at(step):
 
 
 if checkpoint:
-    saved = fsdp.saved_names(checkpoint)
-    fsdp.load_checkpoint(checkpoint, fsdp.training_tensors(parameters, optimizer, ema, saved))
+    saved = checkpoints.saved_names(checkpoint)
+    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, ema, saved))
     start_step, skipped_steps = meta["step"], meta["skipped_steps"]
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
     say(f"changed    {changed}")
@@ -269,7 +273,7 @@ def evaluate(step, videos):
             row |= validate.held_out_videos(wan, cache, demos, config, step, rank, world_size, device)
     shown = {name: value for name, value in row.items() if "sigma" not in name}
     say(f"eval {step:04d}/{max_steps} | " + " | ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        + f" | {time.time() - started:.1f} s")  # fmt: skip
+        + f" | {time.time() - started:.1f} s")
     if is_main:
         metrics.write({"step": step, **row})
         draw_curves(out_dir)
@@ -289,13 +293,13 @@ def save(step):
         return  # nothing was trained since
     saved_step = step
     state = dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
-                 world_size=world_size, config=begun_with)  # fmt: skip
-    fsdp.save_checkpoint(out_dir, step, fsdp.training_tensors(parameters, optimizer, ema), state, keep_last)
+                 world_size=world_size, config=begun_with)
+    checkpoints.save(out_dir, step, checkpoints.training_tensors(parameters, optimizer, ema), state, keep_last)
     if lora_rank:
         export()
 
 
-saving = partial(fsdp.saving, save, out_dir, start_step)  # saving(step): a file of the cache may be gone
+saving = partial(checkpoints.saving, save, out_dir, start_step)  # saving(step): a file of the cache may be gone
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -313,7 +317,7 @@ for step in range(start_step, max_steps):
     started = time.time()
     for group in optimizer.param_groups:
         group["lr"] = lr_at(step)
-    expert = rollout.draw_expert(trained, wan.boundary_ratio, shift, seed, step)
+    expert = flow.draw_expert(trained, wan.boundary_ratio, shift, seed, step)
     sample_losses, step_sigma, loading = {}, 0.0, 0.0  # the first by position in the global batch
     for micro in range(grad_accum):
         waited = time.time()
@@ -324,13 +328,13 @@ for step in range(start_step, max_steps):
         latents, condition, text = latent_cache.collate(samples, cache.text, device, validate.gives_frame(wan, config))
 
         # each sample's draws come from its own generator: (seed, step, position in the global batch)
-        generators = [rollout.seeded("cpu", seed, step, position) for position in rank_slice(micro)]
-        sigma = torch.stack([rollout.draw_sigma(expert, wan.boundary_ratio, shift, g) for g in generators])  # b
+        generators = [flow.seeded("cpu", seed, step, position) for position in rank_slice(micro)]
+        sigma = torch.stack([flow.draw_sigma(expert, wan.boundary_ratio, shift, g) for g in generators])  # b
         dropped = [torch.rand((), generator=g).item() < text_dropout for g in generators]
         noise = torch.stack([torch.randn(latents.shape[1:], generator=g) for g in generators]).to(device)  # b c f h w
         text[dropped] = cache.text[cache.empty_index].to(device)
 
-        error = validate.velocity_error(wan, latents, noise, sigma, condition, text)  # b
+        error = wan_model.flow_matching_loss(wan, latents, noise, sigma, condition, text)  # b
         (error.mean() / grad_accum).backward()
         sample_losses |= zip(rank_slice(micro), error.tolist(), strict=True)
         fifth = (5 * sigma).long().clamp(max=4)
@@ -359,18 +363,18 @@ for step in range(start_step, max_steps):
         with fsdp.all_ranks_agree():
             if bad_steps >= max_bad_steps:
                 raise UserError(f"{bad_steps} non-finite steps in a row, the last one's loss not finite in {clips}: "
-                                "lower lr, or look at these clips and prepare them again")  # fmt: skip
+                                "lower lr, or look at these clips and prepare them again")
 
     done = step + 1
     if due(log_interval, done) or stops:
         ms = 1000 * (time.time() - started)
         row = dict(step=done, expert=expert, loss=step_loss, sigma=step_sigma, grad_norm=grad_norm, lr=lr_at(step),
-                   ms=ms, load_ms=1000 * loading, skipped_steps=skipped_steps)  # fmt: skip
+                   ms=ms, load_ms=1000 * loading, skipped_steps=skipped_steps)
         sums, counts = torch.tensor(fsdp.reduce_sum(bins.flatten().tolist())).view(2, 5).tolist()
         row |= {f"loss/sigma {k / 5:.1f}-{(k + 1) / 5:.1f}": sums[k] / counts[k] for k in range(5) if counts[k]}
         bins.zero_()
         line = (f"step {done:04d}/{max_steps} | {expert:6s} | loss {step_loss:.4f} | sigma {step_sigma:.2f}"
-                f" | gnorm {grad_norm:.2f} | lr {lr_at(step):.1e} | {ms:.0f} ms")  # fmt: skip
+                f" | gnorm {grad_norm:.2f} | lr {lr_at(step):.1e} | {ms:.0f} ms")
         if device.type == "cuda":
             row |= dict(mfu=flops / (ms / 1000) / (peak_tflops * 1e12), gib=torch.cuda.max_memory_allocated() / 2**30)
             line += f" | mfu {row['mfu']:.0%} | {row['gib']:.1f} GiB"

@@ -1,10 +1,9 @@
-"""Held-out clips: their loss at fixed noise, whole videos next to what really happened, rewards of a policy's videos.
+"""Held-out clips: their loss at fixed noise, and whole videos next to what really happened.
 
 All ranks run the same number of forwards (FSDP's all-gathers are collective): a rank without a clip of its own repeats
 one with weight 0. Noise and noise levels are fixed, so that numbers of different steps and runs compare.
 """
 
-import math
 import os
 
 import numpy as np
@@ -13,22 +12,13 @@ from tqdm import tqdm
 
 import data as robot_data
 import encoders
+import flow
 import fsdp
 import latent_cache
 import model as wan_model
-import reward
-import rollout
+import sampler
 import video
 from geometry import denormalise_points
-
-VALIDATION = 2**31  # keeps these draws apart from the training steps' in rollout.seeded
-
-
-def share_out(num_items, rank, world_size):
-    """Round-robin: the items of a rank, and weights that are 0 for the repeats that make all ranks' numbers equal."""
-    rounds = math.ceil(num_items / world_size)
-    positions = [round_ * world_size + rank for round_ in range(rounds)]
-    return [position % num_items for position in positions], [float(position < num_items) for position in positions]
 
 
 @torch.no_grad()
@@ -39,21 +29,22 @@ def held_out_loss(wan, cache, experts, config, rank, world_size, device):
     val_sigmas bins of equal probability in each expert's range.
     """
     windows = cache.val[: config["num_val_windows"]]
-    items, weights = share_out(len(windows), rank, world_size)
+    items, weights = fsdp.share_out(len(windows), rank, world_size)
     size, losses = config["batch_size"], {}
     num_bins = len(experts) * config["val_sigmas"]
     bar = tqdm(total=num_bins, desc="validation", leave=False, disable=None if rank == 0 else True)
     for expert in experts:
         of_bins = []
-        for sigma in rollout.bin_sigmas(expert, wan.boundary_ratio, config["shift"], config["val_sigmas"]):
+        for sigma in flow.bin_sigmas(expert, wan.boundary_ratio, config["shift"], config["val_sigmas"]):
             total = 0.0
             for start in range(0, len(items), size):
                 chosen = items[start : start + size]
                 samples = [cache.sample(windows[item]) for item in chosen]
                 latents, condition, text = latent_cache.collate(samples, cache.text, device, gives_frame(wan, config))
                 shape, seed = latents.shape[1:], config["seed"]
-                noise = torch.stack([rollout.randn(shape, seed, VALIDATION, item) for item in chosen])
-                error = velocity_error(wan, latents, noise.to(device), sigma.expand(len(chosen)), condition, text)
+                noise = torch.stack([flow.randn(shape, seed, flow.VALIDATION, item) for item in chosen])
+                sigmas = sigma.expand(len(chosen))
+                error = wan_model.flow_matching_loss(wan, latents, noise.to(device), sigmas, condition, text)
                 total += (error * torch.tensor(weights[start : start + size], device=device)).sum().item()
             of_bins.append(fsdp.reduce_sum([total])[0] / len(windows))
             losses[f"val_loss/sigma {sigma:.3f}"] = of_bins[-1]
@@ -66,25 +57,6 @@ def held_out_loss(wan, cache, experts, config, rank, world_size, device):
 def gives_frame(wan, config):
     """Whether the model is given the first frame: always, but for t2v with clamp_first_frame=False."""
     return wan.kind != "t2v" or config["clamp_first_frame"]
-
-
-def velocity_error(wan, latents, noise, sigma, condition, text):
-    """The training loss of each sample: mean of (velocity - (noise - x0))^2 over what is generated, float32.
-
-    latents, noise b c f h w; sigma b, float32, on the CPU; condition and text as in model.velocity -> b
-    """
-    level = sigma.to(latents.device).view(-1, 1, 1, 1, 1)
-    noisy = (1 - level) * latents + level * noise
-    velocity = wan_model.velocity(wan, noisy, sigma, condition, text)
-    gen_mask = wan_model.generated_mask(wan, latents, condition)  # b 1 f h w
-    squared = (velocity - (noise - latents)).square().mean(1, keepdim=True)  # b 1 f h w
-    return (squared * gen_mask).flatten(1).sum(1) / gen_mask.flatten(1).sum(1)
-
-
-def decode_cells(vae, latents, modalities, views):
-    """Grid latents z F H W -> {(modality, view): pixels 3 f h w in -1..1}; each cell is decoded by itself."""
-    cells = robot_data.split_cells(latents, modalities, views)
-    return {name: encoders.decode(vae, cell[None])[0] for name, cell in cells.items()}
 
 
 def ground_truth(demos, window, config, box, device):
@@ -141,19 +113,19 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     """
     windows = cache.val[: config["num_val_videos"]]
     vae = encoders.load_vae(config["model"], device)
-    sigmas = rollout.sigma_grid(config["num_inference_steps"], config["shift"])
+    sigmas = flow.sigma_grid(config["num_inference_steps"], config["shift"])
     negative = cache.text[cache.negative_index][None].to(device)
     guidance = config["guidance_scale"], config["guidance_scale_2"] or config["guidance_scale"]
     totals = {}
-    for item, weight in zip(*share_out(len(windows), rank, world_size), strict=True):
+    for item, weight in zip(*fsdp.share_out(len(windows), rank, world_size), strict=True):
         samples = [cache.sample(windows[item])]
         latents, condition, text = latent_cache.collate(samples, cache.text, device, gives_frame(wan, config))
-        noise = rollout.randn(latents.shape[1:], config["seed"], VALIDATION, item)[None].to(device)
+        noise = flow.randn(latents.shape[1:], config["seed"], flow.VALIDATION, item)[None].to(device)
         label = "validation video" if rank == 0 else None
-        generated, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, *guidance, progress=label)
+        generated, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, *guidance, progress=label)
         if not weight:
             continue
-        cells = decode_cells(vae, generated[0], cache.modalities, cache.views)
+        cells = sampler.decode_cells(vae, generated[0], cache.modalities, cache.views)
         truth, valid = ground_truth(demos, windows[item], config, cache.box, device)
         for name, value in scores(cells, truth, valid, cache.box).items():
             totals[name] = totals.get(name, 0.0) + value
@@ -169,55 +141,3 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     if cache.box is not None:
         result["point_floor_mm"], result["point_floor_median_mm"] = cache.floor_mm["mean"], cache.floor_mm["median"]
     return result
-
-
-# ----------------------------------------------------------------------------- reinforcement learning
-
-
-def held_out_rewards(generate, rewards, prompts, config, iteration, rank, world_size):
-    """Score num_eval_samples videos of held-out prompts -> ({name: mean}, {name: standard error of the mean}).
-
-    generate: positions -> videos b f 3 h w in 0..1, of the same noise each time; the first num_eval_videos are written.
-    Ranks share the positions out.
-    """
-    positions, weights = share_out(config["num_eval_samples"], rank, world_size)
-    size, sums = config["rollout_batch"], {name: np.zeros(2) for name in rewards}
-    starts = range(0, len(positions), size)
-    for start in tqdm(starts, desc="evaluation", leave=False, disable=None if rank == 0 else True):
-        chosen, weight = positions[start : start + size], np.array(weights[start : start + size])
-        videos = generate(chosen)
-        lines = [i % len(prompts) for i in chosen]
-        texts, metadata = [prompts.prompts[i] for i in lines], [prompts.metadata[i] for i in lines]
-        with fsdp.all_ranks_agree():
-            scores = reward.score(rewards, videos, texts, metadata)
-        for name, values in scores.items():
-            sums[name] += [(weight * values.double().numpy()).sum(), (weight * values.double().numpy() ** 2).sum()]
-        for i, line, frames, counts in zip(chosen, lines, videos, weight, strict=True):
-            if counts and i < config["num_eval_videos"]:
-                frames = video.to_uint8(2 * frames.transpose(0, 1) - 1)
-                given = video.to_uint8(prompts.image(line)[:, None]) if prompts.needs_image else frames[:1]
-                write_before_and_after(config, iteration, i, frames, given, prompts.prompts[line])
-    means, errors, count = {}, {}, config["num_eval_samples"]
-    for name, (total, squares) in sums.items():
-        total, squares = fsdp.reduce_sum([total, squares])
-        means[name] = total / count
-        errors[name] = math.sqrt(max(squares / count - means[name] ** 2, 0.0) / (count - 1))
-    return means, errors
-
-
-def write_before_and_after(config, iteration, i, frames, given, prompt):
-    """samples/step_000020_<i>.mp4 (before training left, now right) and .png (given, before, now, under the prompt).
-
-    frames f h w 3 and given 1 h w 3 uint8; the frames of iteration 0 are kept as before_<i>.npy, black if
-    num_eval_videos was smaller then.
-    """
-    folder = os.path.join(config["out_dir"], "samples")
-    os.makedirs(folder, exist_ok=True)
-    before = os.path.join(folder, f"before_{i}.npy")
-    if iteration == 0:
-        np.save(before, frames, allow_pickle=False)
-    untrained = np.load(before, allow_pickle=False) if os.path.exists(before) else np.zeros_like(frames)
-    path = os.path.join(folder, f"step_{iteration:06d}_{i}")
-    video.write_mp4(f"{path}.mp4", np.concatenate([untrained, frames], axis=2), config["fps"])
-    rows = [("given", given), ("before", untrained), (f"iteration {iteration}", frames)]
-    video.contact_sheet(f"{path}.png", rows, title=prompt)

@@ -1,4 +1,4 @@
-"""Frames to mp4 and contact sheet, and how near two videos are. Frames are `f h w c`: uint8, or floats in 0..1."""
+"""Frames to mp4 and back, to a contact sheet; how near two videos are. Frames `f h w c`: uint8, or floats in 0..1."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
+
+from guard import UserError
 
 MIN_SIDE = 256  # pixels: smaller videos are enlarged by a whole factor, so that players show them sharp
 CELL_SIDES = (128, 384)  # pixels: least and greatest longer side of a frame in a contact sheet
@@ -34,6 +36,19 @@ def write_mp4(path, frames, fps):
         writer.send(np.ascontiguousarray(frame))
     writer.close()
     return path
+
+
+def read_mp4(path):
+    """An mp4, or whatever else ffmpeg reads -> uint8 frames [f h w 3], frames a second. Raises UserError."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file, want a video")
+    try:
+        reader = imageio_ffmpeg.read_frames(Path(path).resolve())  # a bare name with a colon would be an address
+        info = next(reader)
+        width, height = info["size"]
+        return np.stack([np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]), info["fps"]
+    except (OSError, RuntimeError, ValueError):  # the header, a frame, no frames
+        raise UserError(f"{path}: ffmpeg finds no video in it, want an mp4") from None
 
 
 def contact_sheet(path, rows, num_columns=6, title=""):

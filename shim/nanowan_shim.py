@@ -40,7 +40,7 @@ def add_cpu_operations():
         library = torch.library.Library("sgl_kernel", "FRAGMENT")
         library.define(f"fused_norm_scale_shift_cpu(Tensor x, {tail} -> Tensor")
         library.define(f"fused_scale_residual_norm_scale_shift_cpu(Tensor residual, Tensor x, Tensor? gate, {tail}"
-                       " -> (Tensor, Tensor)")  # fmt: skip
+                       " -> (Tensor, Tensor)")
         library.impl("fused_norm_scale_shift_cpu", fused_norm_scale_shift_cpu, "CPU")
         library.impl("fused_scale_residual_norm_scale_shift_cpu", fused_scale_residual_norm_scale_shift_cpu, "CPU")
         return library  # whose operations live as long as it does
@@ -134,11 +134,11 @@ def end_with_launcher():
 
 KEPT = []
 for patch in (add_cpu_operations, keep_image_size, return_image_latents, keep_timesteps, answer_with_bytes,
-              keep_adapters_on_device, end_with_launcher):  # fmt: skip
+              keep_adapters_on_device, end_with_launcher):
     try:
         KEPT.append(patch())
     except (ImportError, AttributeError) as error:
         import sglang
 
         print(f"nanowan_shim: sglang {sglang.__version__} (written for {WRITTEN_FOR}): couldn't {patch.__name__}: "
-              f"{error}", file=sys.stderr, flush=True)  # fmt: skip
+              f"{error}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 import model as wan_model
-from configurator import UserError
+from guard import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -52,9 +52,9 @@ def script(name, *files, **settings):
 @contextmanager
 def held_by_another(folder):
     """Inside, another process holds a folder; it is killed then: whatever ends a run lets go of it."""
-    holder = "import sys, configurator as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
+    holder = "import sys, guard as c; c.hold_folder(sys.argv[1]); print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", holder, folder], cwd=REPOSITORY, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as other:  # fmt: skip
+                          stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
         yield
         other.kill()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from configurator import UserError, check_values, release_folders, save_config
+from configurator import check_values, save_config
+from guard import UserError, release_folders
 from helpers import held_by_another
 
 ROOT = Path(__file__).parent.parent
@@ -19,7 +20,8 @@ SCRIPT = '''"""Trains nothing, é.
     python script.py --lr=1e-3
 """
 
-from configurator import UserError, configure
+from configurator import configure
+from guard import UserError
 
 # optimiser
 lr = 1e-4  # peak learning rate, é
@@ -194,7 +196,7 @@ def test_other_errors_keep_their_traceback(tmp_path):
 @pytest.mark.parametrize("said", [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-])  # fmt: skip
+])
 def test_a_full_gpu_is_one_line(tmp_path, said):
     source = SCRIPT + f"raise RuntimeError({said!r})\n"
     done = launch(tmp_path, source=source)
@@ -269,6 +271,6 @@ def test_values_out_of_range_are_named_with_what_is_wanted():
     config = dict(steps=3, lr=0.0, law="flow")
     check_values(config, at_least=dict(steps=3, lr=0), one_of=dict(law=("flow", "cps")))
     for change, words in [(dict(steps=2), "steps=2: want at least 3"), (dict(lr=-0.1), "lr=-0.1: want at least 0"),
-                          (dict(law="ode"), "law=ode: want flow, cps or dance")]:  # fmt: skip
+                          (dict(law="ode"), "law=ode: want flow, cps or dance")]:
         with pytest.raises(UserError, match=words):
             check_values(config | change, at_least=dict(steps=3, lr=0), one_of=dict(law=("flow", "cps", "dance")))

@@ -12,8 +12,8 @@ import torch
 import data
 import geometry
 import tiny
-from configurator import UserError
 from data import RobotDemos, Window
+from guard import UserError
 
 LEFT, RIGHT = VIEWS = ["robot0_agentview_left", "robot0_agentview_right"]
 BOX = [-0.5, -0.5, 0.6, 0.5, 0.5, 1.1]

@@ -7,7 +7,7 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanImag
 
 import encoders
 import tiny
-from configurator import UserError
+from guard import UserError
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_prompts_that_are_cut_are_counted(text_folder):
     assert "1 of 2 prompts have more than max_text_tokens=15 tokens and are cut, the longest has 16: 'a red" in line
     text_encoder.config.d_model = 4096  # as in the released models
     assert ["max_text_tokens=16: the released models" in line
-            for line in encoders.text_warnings(tokenizer, text_encoder, prompts, 16)] == [True]  # fmt: skip
+            for line in encoders.text_warnings(tokenizer, text_encoder, prompts, 16)] == [True]
     assert not list(encoders.text_warnings(tokenizer, text_encoder, prompts, 512))
 
 

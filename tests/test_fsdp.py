@@ -24,13 +24,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn.attention import SDPBackend
 
-import configurator
+import adapters
+import checkpoints
+import flow
 import fsdp
+import guard
 import model as wan_model
-import rollout
 import tiny
-import validate
-from configurator import UserError
+from guard import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 RANK, ALPHA, TARGETS = 4, 8.0, "to_q,to_k,to_v,to_out.0,ffn.net.0.proj"
@@ -53,7 +54,7 @@ def small_wan(method, dtype=torch.float32):
             if not any(part in name.split(".") for part in FLOAT32_MODULES):
                 parameter.data = parameter.data.to(dtype)
         if method == "lora":
-            wan_model.add_lora(transformer, RANK, ALPHA, TARGETS)
+            adapters.add_lora(transformer, RANK, ALPHA, TARGETS)
             for name, parameter in transformer.named_parameters():
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.1)
@@ -73,10 +74,10 @@ def shard(wan, mesh, checkpointing="none"):
 def losses(wan, expert, samples):
     """Loss of each of the samples, which are numbers: every sample has its own latents, text, noise and sigma."""
     shape = (16, 2, 4, 4)
-    latents, condition, noise = (torch.stack([rollout.randn(shape, i, part) for i in samples]) for part in range(3))
-    text = torch.stack([rollout.randn((5, 64), i, 3) for i in samples])
-    sigma = torch.stack([rollout.draw_sigma(expert, 0.9, 5.0, rollout.seeded("cpu", i, 4)) for i in samples])
-    return validate.velocity_error(wan, latents, noise, sigma, condition, text)
+    latents, condition, noise = (torch.stack([flow.randn(shape, i, part) for i in samples]) for part in range(3))
+    text = torch.stack([flow.randn((5, 64), i, 3) for i in samples])
+    sigma = torch.stack([flow.draw_sigma(expert, 0.9, 5.0, flow.seeded("cpu", i, 4)) for i in samples])
+    return wan_model.flow_matching_loss(wan, latents, noise, sigma, condition, text)
 
 
 def gradients(wan, expert, samples, world_size=1):
@@ -140,16 +141,16 @@ def two_ranks(folder):
     # checkpoints: one made by two ranks, and one made by one process
     for method in ("lora", "full"):
         wan = shard(small_wan(method), mesh)
-        state = fsdp.training_tensors(*train(wan, 3, samples))
-        fsdp.save_checkpoint(f"{folder}/two_{method}", 3, state, dict(step=3), keep_last=2)
+        state = checkpoints.training_tensors(*train(wan, 3, samples))
+        checkpoints.save(f"{folder}/two_{method}", 3, state, dict(step=3), keep_last=2)
         results[f"saved {method}"] = fsdp.gather(state)
         wan = shard(small_wan(method), mesh)
         parameters = wan_model.trainable_parameters(wan)
         optimizer, ema = torch.optim.AdamW(parameters.values(), lr=1e-2), fsdp.EMA(parameters, 0.9)
-        path = fsdp.checkpoint_to_resume(f"{folder}/one_{method}", True)
-        state = fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(path))
-        fsdp.load_checkpoint(path, state)
-        results[f"loaded {method}"] = fsdp.gather(fsdp.training_tensors(parameters, optimizer, ema))
+        path = checkpoints.to_resume(f"{folder}/one_{method}", True)
+        state = checkpoints.training_tensors(parameters, optimizer, ema, checkpoints.saved_names(path))
+        checkpoints.load(path, state)
+        results[f"loaded {method}"] = fsdp.gather(checkpoints.training_tensors(parameters, optimizer, ema))
 
     # a mistake or a full disk on rank 1 only
     def agree(*guilty):
@@ -157,16 +158,16 @@ def two_ranks(folder):
             if rank in guilty:
                 raise UserError(f"rank {rank}: got é")
 
-    write = fsdp.HuggingFaceStorageWriter.write_data
+    write = checkpoints.HuggingFaceStorageWriter.write_data
 
     def no_space(writer, *args):
         if rank == 1:
             raise OSError(28, "No space left on device")
         return write(writer, *args)
 
-    fsdp.HuggingFaceStorageWriter.write_data = no_space
+    checkpoints.HuggingFaceStorageWriter.write_data = no_space
     endings = [message_of(lambda: agree(1)), message_of(lambda: agree(0, 1)), message_of(agree),
-               message_of(lambda: fsdp.save_checkpoint(f"{folder}/two_full", 4, state, {}, 1))]  # fmt: skip
+               message_of(lambda: checkpoints.save(f"{folder}/two_full", 4, state, {}, 1))]
     everyone = [None, None]
     dist.all_gather_object(everyone, endings)
     results["endings"] = everyone
@@ -182,8 +183,8 @@ def together(tmp_path_factory):
     """(folder, what two_ranks stored); folder/one_<method> holds checkpoints of this process."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for method in ("lora", "full"):
-        state = fsdp.training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
-        fsdp.save_checkpoint(folder / f"one_{method}", 2, state, dict(step=2), keep_last=2)
+        state = checkpoints.training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
+        checkpoints.save(folder / f"one_{method}", 2, state, dict(step=2), keep_last=2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run([*torchrun, __file__, folder], env=environment, capture_output=True, text=True, timeout=240)
@@ -249,15 +250,15 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_the_other_way(together, 
     wan = small_wan(method)
     parameters = wan_model.trainable_parameters(wan)
     optimizer, ema = torch.optim.AdamW(parameters.values(), lr=1e-2), fsdp.EMA(parameters, 0.9)
-    path = fsdp.checkpoint_to_resume(folder / f"two_{method}", True)
-    assert path == str(folder / f"two_{method}/ckpt/step_000003") and fsdp.read_meta(path) == dict(step=3)
+    path = checkpoints.to_resume(folder / f"two_{method}", True)
+    assert path == str(folder / f"two_{method}/ckpt/step_000003") and checkpoints.read_meta(path) == dict(step=3)
     assert sorted(os.listdir(path)) == ["meta.json"] + [
         f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in (1, 2)
     ]
-    fsdp.load_checkpoint(path, fsdp.training_tensors(parameters, optimizer, ema, fsdp.saved_names(path)))
-    compare_state(fsdp.training_tensors(parameters, optimizer, ema), results[f"saved {method}"], steps=3)
+    checkpoints.load(path, checkpoints.training_tensors(parameters, optimizer, ema, checkpoints.saved_names(path)))
+    compare_state(checkpoints.training_tensors(parameters, optimizer, ema), results[f"saved {method}"], steps=3)
 
-    state = fsdp.training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
+    state = checkpoints.training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
     compare_state(results[f"loaded {method}"], state, steps=2)
 
 
@@ -265,15 +266,15 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_the_other_way(together, 
 def test_a_checkpoint_without_one_of_its_shards_is_refused(together, tmp_path, rank):
     """DCP would load the other rank's rows and leave the rest as they were."""
     copy = shutil.copytree(together[0] / "two_full/ckpt/step_000003", tmp_path / "step_000003")
-    assert fsdp.read_meta(copy) == dict(step=3)
+    assert checkpoints.read_meta(copy) == dict(step=3)
     shard = copy / f"shard-{rank:05d}-model-00001-of-00001.safetensors"
     os.truncate(shard, size := shard.stat().st_size - 4)
     line = rf"checkpoint {copy} is damaged \({shard.name}: {size} bytes, want {size + 4}\): remove it to go on from"
     with pytest.raises(UserError, match=line):
-        fsdp.read_meta(copy)
+        checkpoints.read_meta(copy)
     shard.unlink()
     with pytest.raises(UserError, match=rf"checkpoint {copy} is damaged \(.*{shard.name}.*\): remove it"):
-        fsdp.read_meta(copy)
+        checkpoints.read_meta(copy)
 
 
 def compare_state(found, wanted, steps):
@@ -386,7 +387,7 @@ def test_a_compiled_block_keeps_the_same(method, dtype):
         fsdp.wrap_blocks(transformer, checkpointing, compile_blocks=False)
         backend = aot_autograd(fw_compiler=partial(compiler, "forward"), bw_compiler=partial(compiler, "backward"),
                                partition_fn=min_cut_rematerialization_partition,  # inductor's
-                               decompositions=select_decomp_table())  # fmt: skip
+                               decompositions=select_decomp_table())
         transformer.blocks[0].compile(dynamic=False, backend=backend)
         return *ops.values(), handed, *gradients(wan, "low", [0])
 
@@ -419,32 +420,32 @@ def state_of(value):
 def saved_value(out_dir):
     """What the last whole checkpoint holds."""
     state = state_of(0)
-    fsdp.load_checkpoint(fsdp.checkpoint_to_resume(out_dir, True), state)
+    checkpoints.load(checkpoints.to_resume(out_dir, True), state)
     assert (state["x"] == state["count"]).all()
     return state["count"].item()
 
 
 def test_keep_last_and_the_order_of_checkpoints(tmp_path):
-    assert fsdp.checkpoint_to_resume(tmp_path, True) is None
-    assert fsdp.checkpoint_to_resume(tmp_path, False) is None
+    assert checkpoints.to_resume(tmp_path, True) is None
+    assert checkpoints.to_resume(tmp_path, False) is None
     for step in (1, 999_999, 1_000_000, 1_000_001):
-        fsdp.save_checkpoint(tmp_path, step, state_of(step), dict(step=step), keep_last=2)
-    names = [os.path.basename(path) for path in fsdp.checkpoints(tmp_path)]
+        checkpoints.save(tmp_path, step, state_of(step), dict(step=step), keep_last=2)
+    names = [os.path.basename(path) for path in checkpoints.saved_in(tmp_path)]
     assert names == ["step_1000000", "step_1000001"] and len(os.listdir(tmp_path / "ckpt")) == 2
     assert saved_value(tmp_path) == 1_000_001
     for step in (1_000_002, 1_000_003):
-        fsdp.save_checkpoint(tmp_path, step, state_of(step), dict(step=step), keep_last=0)  # all
-    assert len(fsdp.checkpoints(tmp_path)) == 4
+        checkpoints.save(tmp_path, step, state_of(step), dict(step=step), keep_last=0)  # all
+    assert len(checkpoints.saved_in(tmp_path)) == 4
     with pytest.raises(UserError, match="resume=False: .* holds step_1000003"):
-        fsdp.checkpoint_to_resume(tmp_path, False)
+        checkpoints.to_resume(tmp_path, False)
 
 
 def test_settings_that_differ_are_named():
     saved = {"lr": 1e-3, "seed": 0, "fps": 8, "gone": 1}
-    assert fsdp.check_same_config("ckpt", saved, dict(saved), {"fps"}) == "nothing"
-    assert fsdp.check_same_config("ckpt", saved, saved | {"fps": 9}, {"fps"}) == "fps 8 -> 9"
+    assert checkpoints.check_same_config("ckpt", saved, dict(saved), {"fps"}) == "nothing"
+    assert checkpoints.check_same_config("ckpt", saved, saved | {"fps": 9}, {"fps"}) == "fps 8 -> 9"
     with pytest.raises(UserError) as caught:
-        fsdp.check_same_config("ckpt", saved, {"lr": 2e-3, "seed": 0, "fps": 9, "new": "a"}, {"fps"})
+        checkpoints.check_same_config("ckpt", saved, {"lr": 2e-3, "seed": 0, "fps": 9, "new": "a"}, {"fps"})
     assert "(gone 1 -> None, lr 0.001 -> 0.002, new None -> 'a')" in str(caught.value)
 
 
@@ -453,7 +454,7 @@ def test_restored_counts_of_steps_lie_where_the_optimizer_wants_them():
     for fused, device in ((True, "meta"), (False, "cpu")):
         parameter = torch.nn.Parameter(torch.zeros(3, device="meta"))
         optimizer = torch.optim.AdamW([parameter], fused=fused)
-        state = fsdp.training_tensors({"x": parameter}, optimizer, None, saved={"optimizer.x.exp_avg"})
+        state = checkpoints.training_tensors({"x": parameter}, optimizer, None, saved={"optimizer.x.exp_avg"})
         assert sorted(state) == ["optimizer.x.exp_avg", "optimizer.x.exp_avg_sq", "optimizer.x.step", "parameter.x"]
         assert state["optimizer.x.step"].device.type == device and state["optimizer.x.step"].dtype == torch.float32
         assert optimizer.state[parameter]["step"] is state["optimizer.x.step"]
@@ -464,7 +465,7 @@ MOMENTS = {
     "a shard is written": (os, "fsync"),
     "all shards are written": (json, "dump"),
     "all is there but the name": (os, "replace"),
-    "it has its name, the old one is there": (fsdp, "checkpoints"),
+    "it has its name, the old one is there": (checkpoints, "saved_in"),
     "the old one is being deleted": (shutil, "rmtree"),
 }
 
@@ -472,7 +473,7 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_kill_minus_9_in_a_save_leaves_a_whole_checkpoint(tmp_path, moment):
     """A forked child is killed as it calls a function; what is there afterwards is whole, and serves."""
-    fsdp.save_checkpoint(tmp_path, 1, state_of(1), dict(step=1), keep_last=1)
+    checkpoints.save(tmp_path, 1, state_of(1), dict(step=1), keep_last=1)
     child = os.fork()
     if child == 0:
         try:
@@ -485,27 +486,27 @@ def test_kill_minus_9_in_a_save_leaves_a_whole_checkpoint(tmp_path, moment):
                 return original(*args, **kwargs)
 
             setattr(module, name, killed)
-            fsdp.save_checkpoint(tmp_path, 2, state_of(2), dict(step=2), keep_last=1)
+            checkpoints.save(tmp_path, 2, state_of(2), dict(step=2), keep_last=1)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     last = 2 if "old one" in moment else 1
     assert saved_value(tmp_path) == last
-    assert fsdp.read_meta(fsdp.checkpoints(tmp_path)[-1]) == dict(step=last)
+    assert checkpoints.read_meta(checkpoints.saved_in(tmp_path)[-1]) == dict(step=last)
     assert any((tmp_path / "ckpt").glob("tmp_*")) == (last == 1)
-    fsdp.save_checkpoint(tmp_path, 3, state_of(3), dict(step=3), keep_last=1)
+    checkpoints.save(tmp_path, 3, state_of(3), dict(step=3), keep_last=1)
     assert saved_value(tmp_path) == 3
     assert os.listdir(tmp_path / "ckpt") == ["step_000003"]  # what the kill left is gone
 
 
 def test_a_disk_that_refuses_writes_is_one_line_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
-    fsdp.save_checkpoint(tmp_path, 1, state_of(1), dict(step=1), keep_last=1)
+    checkpoints.save(tmp_path, 1, state_of(1), dict(step=1), keep_last=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a real refusal by the system, in the middle of a file
     try:
         with pytest.raises(UserError) as caught:
-            fsdp.save_checkpoint(tmp_path, 2, {"x": torch.ones(100_000)}, dict(step=2), keep_last=1)
+            checkpoints.save(tmp_path, 2, {"x": torch.ones(100_000)}, dict(step=2), keep_last=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(caught.value).startswith(f"checkpoint {tmp_path}/ckpt/step_000002: [Errno 27] File too large: the last")
@@ -518,7 +519,7 @@ def test_a_disk_that_refuses_writes_is_one_line_and_the_last_checkpoint_stays(tm
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             with pytest.raises(UserError, match="No space left on device: the last whole one is kept"):
-                fsdp.save_checkpoint(tmp_path, 2, state_of(2), dict(step=2), keep_last=1)
+                checkpoints.save(tmp_path, 2, state_of(2), dict(step=2), keep_last=1)
         assert os.listdir(tmp_path / "ckpt") == ["step_000001"] and saved_value(tmp_path) == 1
 
 
@@ -539,7 +540,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     seen = []
     rmtree = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (seen.append(final.exists()), rmtree(*a, **k)))
-    configurator.replace_folder(new, final)
+    guard.replace_folder(new, final)
     assert (final / "file").read_text() == "new" and sorted(p.name for p in tmp_path.iterdir()) == ["final"]
     assert seen[-1] is False  # it is not removed under its own name
 
@@ -564,9 +565,9 @@ def test_a_stop_in_an_evaluation_says_so_and_leaves_at_once(capsys, number):
 
 def test_a_second_ctrl_c_in_a_save_is_not_the_disks_fault(tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
-        raise fsdp.CheckpointException("save", {0: (KeyboardInterrupt(), None)})
+        raise checkpoints.CheckpointException("save", {0: (KeyboardInterrupt(), None)})
 
-    monkeypatch.setattr(fsdp.dcp, "save", interrupted)
+    monkeypatch.setattr(checkpoints.dcp, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fsdp.save_checkpoint(str(tmp_path), 1, {"x": torch.zeros(2)}, {}, 1)
-    assert fsdp.checkpoints(str(tmp_path)) == [] and not list((tmp_path / "ckpt").iterdir())
+        checkpoints.save(str(tmp_path), 1, {"x": torch.zeros(2)}, {}, 1)
+    assert checkpoints.saved_in(str(tmp_path)) == [] and not list((tmp_path / "ckpt").iterdir())

@@ -17,15 +17,19 @@ import pytest
 import safetensors.torch
 import torch
 
+import adapters
+import checkpoints
 import encoders
+import flow
 import fsdp
+import held_out
 import model as wan_model
 import prompts
 import reward
 import rollout
+import sampler
 import tiny
-import validate
-from configurator import UserError
+from guard import UserError
 from helpers import (
     ENVIRONMENT,
     REPOSITORY,
@@ -45,9 +49,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 QUICK = dict(rewards="first_frame:1.0", eval_rewards="smoothness:1.0", prompts_per_iteration=3, group_size=4,
              rollout_batch=6, decode_batch=12, num_steps=4, num_sde_steps=2, sde_window="(0,3)", num_eval_samples=2,
              num_eval_videos=0, num_eval_steps=2, eval_interval=0, save_interval=0, max_iterations=2, lora_rank=4,
-             lora_alpha=8, lr=1e-3, guidance_scale_2=1)  # fmt: skip
+             lora_alpha=8, lr=1e-3, guidance_scale_2=1)
 STRAIGHT = QUICK | dict(max_iterations=4, eval_interval=2, save_interval=1, keep_last=0, ema_decay=0.8, kl_beta=0.1,
-                        num_inner_epochs=2, num_minibatches=2, lr=1e-2, num_eval_videos=1)  # fmt: skip
+                        num_inner_epochs=2, num_minibatches=2, lr=1e-2, num_eval_videos=1)
 GUIDED = dict(guidance_scale=3.0, guidance_scale_2=2.0, negative_prompt="dark")
 
 
@@ -67,7 +71,7 @@ def world(tmp_path_factory):
 
 def paths(world, kind="ti2v"):
     return dict(model=str(world / kind), data_jsonl=str(world / "train.jsonl"),
-                eval_data_jsonl=str(world / "eval.jsonl"))  # fmt: skip
+                eval_data_jsonl=str(world / "eval.jsonl"))
 
 
 @pytest.fixture(autouse=True)
@@ -165,13 +169,13 @@ def test_a_run_leaves_what_it_promises(world, straight):
     files = files_of(straight)
     assert {"config.json", "metrics.jsonl", "curves.png", "samples/before_0.npy", "samples/step_000004_0.mp4",
             "samples/step_000002_0.png", "lora/lora.safetensors",
-            "lora/comfyui_lora.safetensors"} <= set(files)  # fmt: skip
+            "lora/comfyui_lora.safetensors"} <= set(files)
     assert not [name for name in files if "tmp" in name or name.startswith("model")]
     assert [row["step"] for row in train_rows(straight)] == [1, 2, 3, 4]
     assert [row["step"] for row in eval_rows(straight)] == [0, 2, 4]
     for row in eval_rows(straight):
         assert row.keys() == {"step", "eval/first_frame", "eval/smoothness", "eval_error/first_frame",
-                              "eval_error/smoothness"}  # fmt: skip
+                              "eval_error/smoothness"}
         assert row["eval_error/first_frame"] > 0
     assert all(row["reward"] == pytest.approx(row["reward/first_frame"]) for row in train_rows(straight))
     assert "reward/smoothness" not in train_rows(straight)[0]
@@ -194,7 +198,7 @@ def test_a_run_leaves_what_it_promises(world, straight):
     ("ti2v", {}), ("ti2v", dict(law="cps")), ("ti2v", dict(law="dance", noise_level=0.3)), ("i2v", GUIDED),
     ("i2v", GUIDED | dict(cfg_batched=True)), ("t2v", {}), ("ti2v", dict(rollout_batch=1)), ("ti2v", dict(lora_rank=0)),
     ("ti2v", dict(recompute_log_prob=True)), ("ti2v", dict(ratio_norm=True)), ("i2v", dict(checkpointing="selective")),
-])  # fmt: skip
+])
 def test_the_first_ratio_is_exactly_1(train, tmp_path, kind, settings):
     """In float32 training scores a step with the very number that the rollout kept."""
     printed = train(kind, **settings | dict(max_iterations=1, clip_range=1e-6, num_sde_steps=3))[1]
@@ -231,13 +235,13 @@ def test_recomputed_log_probs_change_nothing_in_float32(train, tmp_path):
     assert drifts == [0] * 12  # velocity and ratio of 2 steps and of the worst, in 2 iterations
     assert untimed(tmp_path / "kept") == rows
     assert not [name for name, value in names.items() if isinstance(value, torch.Tensor) and value.grad_fn is not None
-                and name != "loss"]  # fmt: skip # a graph kept until the next iteration would double the memory
+                and name != "loss"]  # a graph kept until the next iteration would double the memory
     assert_same_checkpoint(tensors_of(tmp_path / "recomputed", 2), tensors_of(tmp_path / "kept", 2))
 
 
 def test_what_an_iteration_is_made_of(world, train, tmp_path, monkeypatch):
     """Whole groups of distinct prompts, each video with noise of its own, one window, advantages that sum to zero."""
-    samples = record_calls(monkeypatch, rollout, "sample")
+    samples = record_calls(monkeypatch, sampler, "sample")
     scores = record_calls(monkeypatch, reward, "score")
     advantages = record_calls(monkeypatch, reward, "group_advantages")
     names, printed = train(max_iterations=3, prompts_per_iteration=7, rollout_batch=4)
@@ -292,7 +296,7 @@ def test_micro_batches_change_nothing(train, tmp_path, monkeypatch):
 def scored(train, monkeypatch):
     """Globals of a finished run whose adapters are far from the identity, everything turned to float64."""
     names, _ = train(max_iterations=1, rollout_batch=3, prompts_per_iteration=1, group_size=3, kl_beta=0.1,
-                     num_sde_steps=1, sde_window="(1,2)")  # fmt: skip
+                     num_sde_steps=1, sde_window="(1,2)")
     (record,) = names["records"]
     (t,) = record.transitions
     wan = names["wan"]
@@ -327,7 +331,7 @@ def test_gradient_of_the_loss_equals_finite_differences(scored, kl_beta, ratio_n
     if ratio_norm:  # keep the ratios: the exponent is (difference + moved / (2 std^2)) std
         with torch.no_grad():
             mean, std, log_prob, gen_mask = settings["score"](settings["wan"], record, t)
-            moved = rollout.masked_mean((mean - t.mean).square(), gen_mask)
+            moved = wan_model.masked_mean((mean - t.mean).square(), gen_mask)
         t.log_prob = log_prob + moved / (2 * std**2) - (log_prob - t.log_prob) / std
         settings["ratio_norm"] = True
     if kl_beta:
@@ -438,7 +442,7 @@ def test_several_updates_a_rollout_move_the_ratio(train, tmp_path):
     dict(kl_beta=0.5), dict(rewards="first_frame:1.0,smoothness:2.5"), dict(noise_level=0.3), dict(ema_decay=0),
     dict(shift=3.0), dict(cfg_batched=True, **GUIDED), dict(advantage_clip=0.5), dict(seed=1),
     dict(dtype="bfloat16", vae_dtype="bfloat16", recompute_log_prob=True),
-])  # fmt: skip
+])
 def test_each_setting_changes_what_is_learned(straight_two, train, tmp_path, change):
     """They all run two iterations to a loadable adapter, and none is ignored."""
     train(**change)
@@ -465,7 +469,7 @@ def test_warmup_and_the_interval_of_the_average(train, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_held_out_rewards_are_mean_and_standard_error(world, tmp_path, world_size, monkeypatch):
     """Seven videos of the prompts in turn, on any number of ranks; here the ranks come one after another."""
-    held_out = prompts.Prompts(world / "eval.jsonl", 16, 16)
+    prompts_file = prompts.Prompts(world / "eval.jsonl", 16, 16)
     value = lambda i: (0.3 * i) % 1  # noqa: E731
     generate = lambda positions: torch.stack([torch.full((5, 3, 16, 16), value(i)) for i in positions])  # noqa: E731
     seen = []
@@ -478,15 +482,15 @@ def test_held_out_rewards_are_mean_and_standard_error(world, tmp_path, world_siz
     sums = []  # of each rank, in the order of the reductions
     monkeypatch.setattr(fsdp, "reduce_sum", lambda values: sums.append(values) or values)
     for rank in range(world_size):
-        validate.held_out_rewards(generate, {"mine": brightness}, held_out, config, 0, rank, world_size)
+        held_out.held_out_rewards(generate, {"mine": brightness}, prompts_file, config, 0, rank, world_size)
     monkeypatch.setattr(fsdp, "reduce_sum", lambda values: np.sum(sums, axis=0).tolist())
-    means, errors = validate.held_out_rewards(generate, {"mine": brightness}, held_out, config, 0, 0, world_size)
+    means, errors = held_out.held_out_rewards(generate, {"mine": brightness}, prompts_file, config, 0, 0, world_size)
     values = np.array([value(i) for i in range(7)])
     assert means["mine"] == pytest.approx(values.mean()) and errors["mine"] == pytest.approx(
-        values.std(ddof=1) / np.sqrt(7), rel=1e-5)  # fmt: skip
+        values.std(ddof=1) / np.sqrt(7), rel=1e-5)
     for i in range(7):
         matching = [entry for entry in seen if entry[0] == pytest.approx(value(i))]
-        assert matching and all(entry[1:] == (held_out.prompts[i], held_out.metadata[i]) for entry in matching)
+        assert matching and all(entry[1:] == (prompts_file.prompts[i], prompts_file.metadata[i]) for entry in matching)
 
 
 @pytest.fixture(scope="session")
@@ -512,7 +516,7 @@ def test_the_experts_of_the_windows_steps_are_trained(train, tmp_path, monkeypat
         if g is not None and "lora_B" in name:
             assert g.abs().max() > 0
     assert files_of(tmp_path / "out/lora") == ["comfyui_high_noise.safetensors", "comfyui_low_noise.safetensors",
-                                               "high_noise.safetensors", "low_noise.safetensors"]  # fmt: skip
+                                               "high_noise.safetensors", "low_noise.safetensors"]
     for expert in ("high", "low"):  # the other one's adapter is still the identity
         B = [tensor for name, tensor in lora_of(tmp_path / "out", f"{expert}_noise").items() if "lora_B" in name]
         assert any(tensor.any() for tensor in B) == (expert in experts)
@@ -540,11 +544,11 @@ def test_it_starts_from_an_exported_adapter(world, train, straight, tmp_path):
     assert "reference against policy: " in printed and ", want more than 0" in printed
     assert train_rows(tmp_path / "out")[1]["kl"] > 0
 
-    tensors, rank, alpha, targets = wan_model.read_lora(str(straight / "lora"), "single")
+    tensors, rank, alpha, targets = adapters.read_lora(str(straight / "lora"), "single")
     assert (rank, alpha) == (4, 8)
     wan = wan_model.describe(str(world / "ti2v"))
     transformer = wan_model.load_transformer(wan, "single", "cpu", torch.float32)
-    wan_model.load_lora(wan_model.add_lora(transformer, rank, alpha, targets), tensors, "lora")
+    adapters.load_lora(adapters.add_lora(transformer, rank, alpha, targets), tensors, "lora")
 
     refused = paths(world) | QUICK | start | dict(out_dir=tmp_path / "refused")
     for change, words in {
@@ -582,7 +586,7 @@ def test_full_fine_tuning_with_a_frozen_copy_exports_a_model(world, train, tmp_p
 def test_reward_rises(train, tmp_path):
     """The first generated frame is to continue the given one; measured on prompts that are not trained on, too."""
     train(max_iterations=25, prompts_per_iteration=6, group_size=8, rollout_batch=48, num_eval_samples=24, lr=5e-2,
-          sde_window="(1,3)")  # fmt: skip
+          sde_window="(1,3)")
     rewards = [row["reward"] for row in train_rows(tmp_path / "out")]
     before, after = eval_rows(tmp_path / "out")
     assert np.mean(rewards[-5:]) > 0.85 * np.mean(rewards[:5])  # both negative
@@ -597,7 +601,7 @@ def test_reward_rises(train, tmp_path):
 @pytest.mark.parametrize("late, words", [
     (lambda videos: torch.full((len(videos),), torch.nan), "reward mine: got nan"),
     (lambda videos: videos[:, 5, 0, 0, 0], "reward mine: IndexError: index 5 is out of bounds for dimension 1"),
-])  # fmt: skip
+])
 def test_a_reward_that_fails_later_loses_nothing(world, train, tmp_path, monkeypatch, capfd, late, words):
     out = tmp_path / "out"
 
@@ -608,7 +612,7 @@ def test_a_reward_that_fails_later_loses_nothing(world, train, tmp_path, monkeyp
     settings = QUICK | dict(rewards="mine", out_dir=out, max_iterations=3)
     assert words in refusal("train_grpo.py", **paths(world), **settings)
     assert ("in failing" in capfd.readouterr().err) == ("IndexError" in words)  # the author of an error sees where
-    assert [path[-6:] for path in fsdp.checkpoints(out)] == ["000001"] and (out / "lora").is_dir()
+    assert [path[-6:] for path in checkpoints.saved_in(out)] == ["000001"] and (out / "lora").is_dir()
     use_reward(monkeypatch, lambda videos, prompts, metadata: torch.ones(len(videos)))
     train(rewards="mine", max_iterations=3)
     assert [row["step"] for row in train_rows(out)] == [1, 2, 3]
@@ -618,7 +622,7 @@ def test_a_reward_that_fails_later_loses_nothing(world, train, tmp_path, monkeyp
 def test_an_image_that_goes_away_loses_nothing_and_a_checkpoint_is_written_once(
     world, train, tmp_path, monkeypatch, save_interval
 ):
-    out, image, saved, save = tmp_path / "out", prompts.Prompts.image, [], fsdp.save_checkpoint
+    out, image, saved, save = tmp_path / "out", prompts.Prompts.image, [], checkpoints.save
 
     def gone(self, index):
         if train_rows(out):
@@ -626,10 +630,10 @@ def test_an_image_that_goes_away_loses_nothing_and_a_checkpoint_is_written_once(
         return image(self, index)
 
     monkeypatch.setattr(prompts.Prompts, "image", gone)
-    monkeypatch.setattr(fsdp, "save_checkpoint", lambda *args: saved.append(args[1]) or save(*args))
+    monkeypatch.setattr(checkpoints, "save", lambda *args: saved.append(args[1]) or save(*args))
     settings = QUICK | dict(out_dir=out, max_iterations=3, save_interval=save_interval)
     assert refusal("train_grpo.py", **paths(world), **settings) == "error: red.png: can't be read"
-    assert saved == [1] and [path[-6:] for path in fsdp.checkpoints(out)] == ["000001"]
+    assert saved == [1] and [path[-6:] for path in checkpoints.saved_in(out)] == ["000001"]
 
 
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
@@ -667,7 +671,7 @@ def test_it_goes_on_in_other_batches(train, tmp_path):
     train(kl_beta=0.1, rollout_batch=3)
     for row, whole in zip(train_rows(tmp_path / "out"), train_rows(tmp_path / "whole"), strict=True):
         assert [row[name] for name in ("reward", "grad_norm", "kl")] == pytest.approx(
-            [whole[name] for name in ("reward", "grad_norm", "kl")], rel=1e-4, abs=1e-12)  # fmt: skip
+            [whole[name] for name in ("reward", "grad_norm", "kl")], rel=1e-4, abs=1e-12)
 
 
 KILLED_IN_THE_SECOND_UPDATE = """
@@ -687,14 +691,14 @@ def test_interrupted_anywhere_it_equals_the_uninterrupted_run_bit_for_bit(world,
     settings = paths(world) | STRAIGHT | dict(out_dir=out, save_interval=0)
 
     def steps():
-        return [int(path[-6:]) for path in fsdp.checkpoints(out)]
+        return [int(path[-6:]) for path in checkpoints.saved_in(out)]
 
     with monkeypatch.context() as patch:  # in the second iteration's rollout, after one of its two batches
         before_call(patch, reward, "score", 1 + 2 + 1, terminate)
         printed = script("train_grpo.py", **settings)[1]
     assert "stopped: SIGTERM" in printed and "step 001/4" in printed and "step 002/4" not in printed and steps() == [1]
     with monkeypatch.context() as patch:  # in the evaluation after the second: nothing depends on it, it ends at once
-        before_call(patch, validate, "held_out_rewards", 1, terminate)
+        before_call(patch, held_out, "held_out_rewards", 1, terminate)
         with pytest.raises(SystemExit) as ended:
             script("train_grpo.py", **settings)
     assert not ended.value.code and steps() == [1, 2] and [row["step"] for row in eval_rows(out)] == [0]
@@ -712,7 +716,7 @@ def test_interrupted_anywhere_it_equals_the_uninterrupted_run_bit_for_bit(world,
     for step in (1, 2, 3, 4):
         assert_same_checkpoint(tensors_of(out, step), tensors_of(straight, step))
     assert files_of(out / "lora") == files_of(straight / "lora") and files_of(out / "samples") == files_of(
-        straight / "samples")  # fmt: skip
+        straight / "samples")
     assert_same_checkpoint(lora_of(out), lora_of(straight))
     shutil.rmtree(out / "lora")  # as if killed between the last checkpoint and its export
     printed = script("train_grpo.py", **settings)[1]  # once more: nothing else is left to do
@@ -725,7 +729,7 @@ def test_stopped_before_the_first_iteration_it_starts_anew(train, tmp_path, monk
     with monkeypatch.context() as patch:
         before_call(patch, rollout, "draw_window", 1, terminate)
         train()
-    assert [Path(path).name for path in fsdp.checkpoints(tmp_path / "out")] == ["step_000000"]
+    assert [Path(path).name for path in checkpoints.saved_in(tmp_path / "out")] == ["step_000000"]
     train()
     train(out_dir=tmp_path / "straight")
     assert untimed(tmp_path / "out") == untimed(tmp_path / "straight")
@@ -747,9 +751,9 @@ def test_another_config_is_refused_naming_what_differs(world, straight):
 
 def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_path, monkeypatch):
     """Of the two updates in the second iteration only the first is bad: a NaN in one stored log-prob."""
-    first = rollout.seeded("cpu", 0, 1, 0, 0)
+    first = flow.seeded("cpu", 0, 1, 0, 0)
     batch, k = divmod(torch.randperm(4, generator=first)[0].item(), 2)  # the pair that this iteration begins with
-    sample, rollouts = rollout.sample, []
+    sample, rollouts = sampler.sample, []
 
     def not_a_number(*args, **kwargs):
         latents, transitions = sample(*args, **kwargs)
@@ -759,7 +763,7 @@ def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_
         return latents, transitions
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "sample", not_a_number)
+        patch.setattr(sampler, "sample", not_a_number)
         names, printed = train(num_minibatches=2, max_iterations=3)
     rows, texts = train_rows(tmp_path / "out"), names["train_prompts"].prompts
     prompt = texts[prompts.group_indices(len(texts), 3, 1, 0)[(6 * batch + 2) // 4]]  # video 2 of that batch
@@ -769,7 +773,7 @@ def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_
     state = tensors_of(tmp_path / "out", 3)
     assert all(tensor.isfinite().all() for tensor in state.values())
     assert {int(tensor) for name, tensor in state.items() if name.endswith(".step")} == {3 * 2 - 1}
-    assert fsdp.read_meta(tmp_path / "out/ckpt/step_000003")["skipped_steps"] == 1
+    assert checkpoints.read_meta(tmp_path / "out/ckpt/step_000003")["skipped_steps"] == 1
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(np.inf))
         line = refusal("train_grpo.py", **paths(world), **QUICK | dict(max_bad_steps=2), out_dir=tmp_path / "bad")
@@ -841,7 +845,7 @@ def test_bad_input_is_one_line(world, tmp_path, monkeypatch):
     (lambda n: torch.tensor([1.0] * (n - 1) + [float("nan")]), "reward mine: got nan for "),
     (lambda n: torch.ones(n, 1), "reward mine: got shape (6, 1), want (6,), a number a video"),
     (lambda n: 1.0, "reward mine: got shape (), want (6,), a number a video"),
-])  # fmt: skip
+])
 def test_a_bad_reward_is_one_line(world, tmp_path, monkeypatch, values, words):
     use_reward(monkeypatch, lambda videos, texts, metadata: values(len(videos)))
     settings = QUICK | dict(rewards="mine", num_eval_samples=6, out_dir=tmp_path / "out")
@@ -879,7 +883,7 @@ def worker(file):
 
 
 TWO = QUICK | dict(rewards="mine:1.0,smoothness:0.5", rollout_batch=6, prompts_per_iteration=3, num_eval_samples=5,
-                   seed=3)  # fmt: skip
+                   seed=3)
 TWO_RANKS = {
     "lora": ("ti2v", TWO | dict(rewards="mine")),
     "experts": ("i2v", TWO | GUIDED | dict(sde_window="(1,3)", kl_beta=0.1, ratio_norm=True)),
@@ -890,14 +894,14 @@ TWO_RANKS = {
 def test_two_ranks_compute_what_one_process_does(world, tmp_path, monkeypatch):
     """Rank 0 has the first group and half of the second; one rank's groups may have no spread. SIGTERM to one rank."""
     runs = [dict(stop=0, settings=paths(world, kind) | settings | dict(rollout_batch=2, out_dir=str(tmp_path / name)))
-            for name, (kind, settings) in TWO_RANKS.items()]  # fmt: skip
+            for name, (kind, settings) in TWO_RANKS.items()]
     stopped = runs[0]["settings"] | dict(out_dir=str(tmp_path / "stopped"))
     runs.append(dict(stop=1, settings=stopped))
     runs.append(dict(stop=0, settings=runs[0]["settings"] | dict(rollout_batch=4, out_dir=str(tmp_path / "refused"))))
     ports = free_ports(len(runs))
     (tmp_path / "runs").write_text(json.dumps([run | dict(port=p) for run, p in zip(runs, ports, strict=True)]))
     together = subprocess.Popen([*TORCHRUN, __file__, tmp_path / "runs"], cwd=tmp_path, env=ENVIRONMENT, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     use_reward(monkeypatch, patchy)
     smooth_adamw(monkeypatch)
     advantages = record_calls(monkeypatch, reward, "group_advantages")

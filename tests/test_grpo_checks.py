@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grpo_checks
-from configurator import UserError
+from guard import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -45,13 +45,13 @@ def test_the_reference(kept):
         return 3 * parameter
 
     assert grpo_checks.check_reference(mean, parameters, before) == (
-        "self-check reference against policy: 0.0e+00, want 0")  # fmt: skip
+        "self-check reference against policy: 0.0e+00, want 0")
     assert torch.equal(parameter.data, start)
     with pytest.raises(RuntimeError, match="a nudge moves it by 0.0e"):  # adapters that nothing depends on
         grpo_checks.check_reference(lambda: torch.ones(2), parameters, before)
     parameter.data += 0.5
     assert grpo_checks.check_reference(mean, parameters, before) == (
-        "self-check reference against policy: 1.5e+00, want more than 0")  # fmt: skip
+        "self-check reference against policy: 1.5e+00, want more than 0")
     assert torch.equal(parameter.data, start + 0.5)
     with pytest.raises(RuntimeError, match="0.0e.00, want more than 0"):  # switching them off changes nothing
         grpo_checks.check_reference(lambda: torch.ones(2), parameters, before)

@@ -11,7 +11,7 @@ def test_the_first_held_out_windows_are_of_all_demos_and_not_all_beginnings():
     windows = [Window(f"demo_{d}", start, 81, "val") for d in range(3) for start in range(0, 180, 20)]
     first = latent_cache.spread(windows)[:6]
     assert [(window.demo, window.start) for window in first] == [
-        ("demo_0", 0), ("demo_1", 100), ("demo_2", 40), ("demo_0", 20), ("demo_1", 120), ("demo_2", 60)]  # fmt: skip
+        ("demo_0", 0), ("demo_1", 100), ("demo_2", 40), ("demo_0", 20), ("demo_1", 120), ("demo_2", 60)]
     assert sorted(latent_cache.spread(windows)) == sorted(windows)
     assert latent_cache.spread(windows[:9]) == windows[:9]  # one demo's, in their order
 

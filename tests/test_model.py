@@ -9,10 +9,12 @@ from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_wan_l
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
+import adapters
+import cost
+import flow
 import fsdp
 import model as wan_model
-import rollout
-from configurator import UserError
+from guard import UserError
 from helpers import load
 
 ATTENTION = "to_q,to_k,to_v,to_out.0"
@@ -23,8 +25,8 @@ FLOAT32 = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")  # w
 
 def velocities(wan):
     """{expert: velocity} of fixed inputs."""
-    condition = rollout.randn((1, 16, 3 if wan.kind == "i2v" else 1, 4, 4), 1)
-    noise, text = rollout.randn((1, 16, 3, 4, 4), 2), rollout.randn((1, 16, 64), 3)
+    condition = flow.randn((1, 16, 3 if wan.kind == "i2v" else 1, 4, 4), 1)
+    noise, text = flow.randn((1, 16, 3, 4, 4), 2), flow.randn((1, 16, 64), 3)
     with torch.no_grad():
         return {name: wan_model.velocity(wan, noise, SIGMA[name], condition, text) for name in wan.expert_names}
 
@@ -32,16 +34,16 @@ def velocities(wan):
 def add_random_lora(wan, rank, alpha, targets):
     """Adapters with B away from zero -> {expert: {file name: tensor}}."""
     for index, transformer in enumerate(wan.experts.values()):
-        wan_model.add_lora(transformer, rank, alpha, targets)
+        adapters.add_lora(transformer, rank, alpha, targets)
         generator = torch.Generator().manual_seed(index)
         for name, parameter in transformer.named_parameters():
             if ".lora_B." in name:
                 parameter.data.normal_(0, 0.2, generator=generator)
-    adapters = {expert: {} for expert in wan.experts}
+    exported = {expert: {} for expert in wan.experts}
     for name, parameter in wan_model.trainable_parameters(wan).items():
         expert, name = name.split(".", 1)
-        adapters[expert][wan_model.adapter_name(name)] = parameter.detach().clone()
-    return adapters
+        exported[expert][adapters.adapter_name(name)] = parameter.detach().clone()
+    return exported
 
 
 def pipeline_of(folder, kind):
@@ -70,29 +72,29 @@ def differ(got, want):
 
 
 def test_counts_of_the_released_models():
-    assert wan_model.count_parameters(wan_model.describe("random:ti2v-5b").config) == 4_999_787_712
-    assert wan_model.count_parameters(wan_model.describe("random:i2v-a14b").config) == 14_288_901_184
+    assert cost.count_parameters(wan_model.describe("random:ti2v-5b").config) == 4_999_787_712
+    assert cost.count_parameters(wan_model.describe("random:i2v-a14b").config) == 14_288_901_184
 
 
 @pytest.mark.parametrize("name, rank, targets, trainable, tensors, total", [
     ("ti2v-5b", 4, EVERYTHING, 10_076_160, 600, 5_009_863_872),
     ("i2v-a14b", 16, ATTENTION, 52_428_800, 640, 14_288_901_184 + 52_428_800),
-])  # fmt: skip
+])
 def test_counts_of_adapters(name, rank, targets, trainable, tensors, total):
     wan = wan_model.describe(f"random:{name}")
     with torch.device("meta"):
         expert = wan.expert_names[0]
         wan.experts[expert] = WanTransformer3DModel.from_config(wan.config).requires_grad_(False)
-        wan_model.add_lora(wan.experts[expert], rank, 2 * rank, targets)
+        adapters.add_lora(wan.experts[expert], rank, 2 * rank, targets)
     parameters = wan_model.trainable_parameters(wan)
     assert len(parameters) == tensors and sum(p.numel() for p in parameters.values()) == trainable
     assert len({key.rsplit(".lora_", 1)[0] for key in parameters}) == tensors // 2
     assert sum(p.numel() for p in wan.experts[expert].parameters()) == total
     assert f"{expert}.blocks.0.attn1.to_q.lora_A.default.weight" in parameters
-    estimate = wan_model.estimate_memory(wan.config, 1000, 1, 2, torch.bfloat16, rank, targets, "selective", ema=False)
+    estimate = cost.estimate_memory(wan.config, 1000, 1, 2, torch.bfloat16, rank, targets, "selective", ema=False)
     assert estimate["state"] == trainable * 12 / 2 / 2**30  # gradient and two moments in float32, on two GPUs
     assert estimate["weights"] == pytest.approx((total - trainable) * 2 / 2 / 2**30)
-    full = wan_model.estimate_memory(wan.config, 1000, 1, 1, torch.bfloat16, 0, targets, "full", True, reference=True)
+    full = cost.estimate_memory(wan.config, 1000, 1, 1, torch.bfloat16, 0, targets, "full", True, reference=True)
     assert full["state"] == (total - trainable) * 16 / 2**30  # and the average
     assert full["weights"] == (total - trainable) * (4 + 2) / 2**30  # float32 masters, the frozen copy in bfloat16
 
@@ -217,7 +219,7 @@ def test_lora_starts_as_the_identity(checkpoints, kind, dtype):
     before = velocities(wan)
     dtypes = {name: p.dtype for name, p in wan.experts[wan.expert_names[0]].named_parameters()}
     for transformer in wan.experts.values():
-        wan_model.add_lora(transformer, 4, 8, EVERYTHING)
+        adapters.add_lora(transformer, 4, 8, EVERYTHING)
     after = velocities(wan)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
@@ -233,8 +235,8 @@ def test_lora_starts_as_the_identity(checkpoints, kind, dtype):
 def test_lora_is_the_formula(checkpoints):
     """W + alpha / rank B A, merged by hand in float64."""
     wan, merged = load(checkpoints["i2v"]), load(checkpoints["i2v"])
-    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
-    for expert, tensors in adapters.items():
+    exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    for expert, tensors in exported.items():
         weights = dict(merged.experts[expert].named_parameters())
         for layer in {name.rsplit(".lora_", 1)[0] for name in tensors}:
             a, b = (tensors[f"{layer}.lora_{side}.weight"].double() for side in "AB")
@@ -245,7 +247,7 @@ def test_lora_is_the_formula(checkpoints):
 
 def test_with_b_at_0_it_is_the_model_under_the_adapters(checkpoints):
     wan, base = load(checkpoints["i2v"]), velocities(load(checkpoints["i2v"]))
-    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
     before = velocities(wan)
     parameters = wan_model.trainable_parameters(wan)
     off = fsdp.swapped_in(parameters, {name: None for name in parameters if ".lora_B." in name})
@@ -255,24 +257,24 @@ def test_with_b_at_0_it_is_the_model_under_the_adapters(checkpoints):
     assert all(torch.equal(inside[name], base[name]) for name in base) and differ(before, base) > 0.01
     assert all(torch.equal(velocities(wan)[name], before[name]) for name in before)
     after = wan_model.by_expert({name: p.detach() for name, p in wan_model.trainable_parameters(wan).items()})
-    assert all(torch.equal(after[e][name], x) for e, tensors in adapters.items() for name, x in tensors.items())
+    assert all(torch.equal(after[e][name], x) for e, tensors in exported.items() for name, x in tensors.items())
 
 
 def test_lora_targets_that_do_not_exist(checkpoints):
     transformer = load(checkpoints["ti2v"]).experts["single"]
     with pytest.raises(UserError, match="lora_targets=to_z: no such linear layer"):
-        wan_model.add_lora(transformer, 4, 4, "to_q, to_z")
+        adapters.add_lora(transformer, 4, 4, "to_q, to_z")
 
 
 @pytest.mark.parametrize("kind, files", [("i2v", ("high_noise", "low_noise")), ("ti2v", ("lora",))])
 def test_exported_adapters_load_into_diffusers(checkpoints, tmp_path, kind, files):
     """By load_lora_weights, each expert's file; and the ComfyUI files by diffusers' converter: the same velocity."""
     wan = load(checkpoints[kind])
-    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
     expected = velocities(wan)
     folder = tmp_path / "lora"
-    wan_model.export_lora(str(folder), adapters, 4, 6.0, EVERYTHING)
-    wan_model.export_lora(str(folder), adapters, 4, 6.0, EVERYTHING)  # over an older export
+    adapters.export_lora(str(folder), exported, 4, 6.0, EVERYTHING)
+    adapters.export_lora(str(folder), exported, 4, 6.0, EVERYTHING)  # over an older export
     assert {path.name for path in tmp_path.iterdir()} == {"lora"}
     assert {path.name for path in folder.iterdir()} == {
         f"{comfyui}{name}.safetensors" for comfyui in ("", "comfyui_") for name in files
@@ -290,17 +292,17 @@ def test_exported_adapters_load_into_diffusers(checkpoints, tmp_path, kind, file
 def test_comfyui_keys(checkpoints, tmp_path):
     """The names of the original Wan code, and every tensor comes back through diffusers' own converter."""
     wan = load(checkpoints["ti2v"])
-    adapters = add_random_lora(wan, 4, 6.0, EVERYTHING)
-    wan_model.export_lora(str(tmp_path / "lora"), adapters, 4, 6.0, EVERYTHING)
+    exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
+    adapters.export_lora(str(tmp_path / "lora"), exported, 4, 6.0, EVERYTHING)
     tensors = load_file(tmp_path / "lora" / "comfyui_lora.safetensors")
     layers = {key.removeprefix("diffusion_model.blocks.1.").rsplit(".lora_down")[0] for key in tensors
-              if key.startswith("diffusion_model.blocks.1.") and ".lora_down" in key}  # fmt: skip
+              if key.startswith("diffusion_model.blocks.1.") and ".lora_down" in key}
     attention = {f"{name}.{side}" for name in ("self_attn", "cross_attn") for side in "qkvo"}
     assert layers == attention | {"ffn.0", "ffn.2"} and len(tensors) == 3 * 10 * 3
     assert all(tensors[key] == 6 for key in tensors if key.endswith(".alpha"))
 
     converted = _convert_non_diffusers_wan_lora_to_diffusers(dict(tensors))
-    original = adapters["single"]
+    original = exported["single"]
     assert {name.removeprefix("transformer.") for name in converted} == original.keys()
     for layer in {name.rsplit(".lora_", 1)[0] for name in original}:  # the converter moves alpha / rank into A and B
         b, a = (converted[f"transformer.{layer}.lora_{side}.weight"] for side in "BA")
@@ -310,40 +312,40 @@ def test_comfyui_keys(checkpoints, tmp_path):
 
 def test_adapters_round_trip(checkpoints, tmp_path):
     wan, again = load(checkpoints["i2v"]), load(checkpoints["i2v"])
-    adapters = add_random_lora(wan, 4, 6.0, ATTENTION)
+    exported = add_random_lora(wan, 4, 6.0, ATTENTION)
     folder = str(tmp_path / "lora")
-    wan_model.export_lora(folder, adapters, 4, 6.0, ATTENTION)
+    adapters.export_lora(folder, exported, 4, 6.0, ATTENTION)
     for expert, transformer in again.experts.items():
-        assert wan_model.has_lora(folder, expert)
-        tensors, rank, alpha, targets = wan_model.read_lora(folder, expert)
-        assert tensors.keys() == adapters[expert].keys() and (rank, alpha) == (4, 6.0)
-        assert all(torch.equal(tensor, adapters[expert][name]) for name, tensor in tensors.items())
+        assert adapters.has_lora(folder, expert)
+        tensors, rank, alpha, targets = adapters.read_lora(folder, expert)
+        assert tensors.keys() == exported[expert].keys() and (rank, alpha) == (4, 6.0)
+        assert all(torch.equal(tensor, exported[expert][name]) for name, tensor in tensors.items())
         assert set(targets.split(",")) == set(ATTENTION.split(","))
-        wan_model.add_lora(transformer, rank, alpha, targets)
-        wan_model.load_lora(transformer, tensors, folder)
+        adapters.add_lora(transformer, rank, alpha, targets)
+        adapters.load_lora(transformer, tensors, folder)
     got, want = velocities(again), velocities(wan)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
-    assert not wan_model.has_lora(folder, "single")
+    assert not adapters.has_lora(folder, "single")
     with pytest.raises(UserError, match=r"no lora.safetensors in it; want a lora/ folder"):
-        wan_model.read_lora(folder, "single")
+        adapters.read_lora(folder, "single")
     for rank, targets, number, first in [
         (8, ATTENTION, 48, "blocks.0.attn1.to_k.lora_A.weight"),  # 3 layers, 8 linears, A and B: all differ
         (4, EVERYTHING, 12, "blocks.0.ffn.net.0.proj.lora_A.weight"),  # 3 layers, 2 linears that the file lacks
         (4, "to_q,to_k,to_v", 12, "blocks.0.attn1.to_out.0.lora_A.weight"),  # 3 layers, 2 linears too many
     ]:
         transformer = load(checkpoints["i2v"]).experts["high"]
-        wan_model.add_lora(transformer, rank, rank, targets)
+        adapters.add_lora(transformer, rank, rank, targets)
         before = {name: parameter.clone() for name, parameter in transformer.named_parameters()}
         with pytest.raises(UserError, match=f"init_lora={folder}: {number} tensors differ .* the first is {first}:"):
-            wan_model.load_lora(transformer, tensors, folder)
+            adapters.load_lora(transformer, tensors, folder)
         assert all(torch.equal(parameter, before[name]) for name, parameter in transformer.named_parameters())
 
 
 def test_clean_names():
     name = "blocks.0._checkpoint_wrapped_module._orig_mod.attn1.to_q.lora_A.default.weight"
-    assert wan_model.clean_name(name) == "blocks.0.attn1.to_q.lora_A.default.weight"
-    assert wan_model.adapter_name(wan_model.clean_name(name)) == "blocks.0.attn1.to_q.lora_A.weight"
+    assert adapters.clean_name(name) == "blocks.0.attn1.to_q.lora_A.default.weight"
+    assert adapters.adapter_name(adapters.clean_name(name)) == "blocks.0.attn1.to_q.lora_A.weight"
 
 
 # ----------------------------------------------------------------------------- full weights
@@ -385,9 +387,9 @@ def test_exported_model_is_a_whole_checkpoint(checkpoints, tmp_path, kind, train
 
 
 def test_tokens():
-    assert wan_model.num_tokens((16, 21, 54, 96)) == 27_216  # RoboCasa, RGB, 81 frames of 432 x 768
-    assert wan_model.num_tokens((16, 21, 108, 96)) == 54_432  # with pointmaps
-    assert wan_model.num_tokens((48, 13, 30, 52)) == 5_070  # TI2V-5B, 49 frames of 480 x 832
+    assert cost.num_tokens((16, 21, 54, 96)) == 27_216  # RoboCasa, RGB, 81 frames of 432 x 768
+    assert cost.num_tokens((16, 21, 108, 96)) == 54_432  # with pointmaps
+    assert cost.num_tokens((48, 13, 30, 52)) == 5_070  # TI2V-5B, 49 frames of 480 x 832
 
 
 def test_flops(checkpoints):
@@ -402,15 +404,15 @@ def test_flops(checkpoints):
     with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as counter, torch.no_grad():
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", by_hand)
         wan_model.velocity(wan, torch.zeros(1, 16, 3, 4, 6), SIGMA["high"], torch.zeros(1, 16, 3, 4, 6),
-                           torch.zeros(1, 7, 64))  # fmt: skip
+                           torch.zeros(1, 7, 64))
     per_module = counter.get_flop_counts()
     linears = sum(sum(per_module[f"WanTransformer3DModel.blocks.{layer}"].values()) for layer in range(3))
-    tokens = wan_model.num_tokens((16, 3, 4, 6))
-    assert wan_model.forward_flops(wan.config, tokens, 7) == (linears, counted["attention"])
+    tokens = cost.num_tokens((16, 3, 4, 6))
+    assert cost.forward_flops(wan.config, tokens, 7) == (linears, counted["attention"])
 
-    _, attention = wan_model.forward_flops(wan_model.describe("random:i2v-a14b").config, 27_216)
+    _, attention = cost.forward_flops(wan_model.describe("random:i2v-a14b").config, 27_216)
     assert abs(attention / 0.61e15 - 1) < 0.02  # of RoboCasa's RGB clip
     config = wan.config
-    linear, attention = wan_model.forward_flops(config, 100, 7)
-    assert wan_model.step_flops(config, 100, lora=False, text_tokens=7) == 3 * (linear + attention)
-    assert wan_model.step_flops(config, 100, lora=True, text_tokens=7) == 2 * linear + 3 * attention
+    linear, attention = cost.forward_flops(config, 100, 7)
+    assert cost.step_flops(config, 100, lora=False, text_tokens=7) == 3 * (linear + attention)
+    assert cost.step_flops(config, 100, lora=True, text_tokens=7) == 2 * linear + 3 * attention

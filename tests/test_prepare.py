@@ -16,8 +16,8 @@ import torch
 
 import encoders
 import tiny
-from configurator import UserError
 from data import RobotDemos, Window, join_cells, point_cell, rgb_cell
+from guard import UserError
 from helpers import REPOSITORY, held_by_another
 from latent_cache import LatentCache, collate
 
@@ -61,7 +61,7 @@ def contents(folder):
 def trainer_settings(config, **changes):
     """What train_i2v_sft.py knows: the shared settings, without the dtypes of the preparation."""
     own = ("parts", "force", "inspect", "check_recordings", "encode_batch", "vae_dtype", "text_dtype", "cache_dtype",
-           "device")  # fmt: skip
+           "device")
     return {name: value for name, value in config.items() if name not in own} | changes
 
 
@@ -255,7 +255,7 @@ def test_a_preparation_looks_at_a_cache_when_nobody_else_changes_it(prepare, tmp
     """Else it would go on with what another had not finished when it looked."""
     seen = []
     monkeypatch.setattr("latent_cache.fingerprint_differences", lambda folder, expected: seen.append(
-        (folder.parent / ".lock").exists() or (folder.parent.parent / ".lock").exists()))  # fmt: skip
+        (folder.parent / ".lock").exists() or (folder.parent.parent / ".lock").exists()))
     prepare()
     assert len(seen) >= 3 and all(seen)
 

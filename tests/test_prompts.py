@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from configurator import UserError
+from guard import UserError
 from prompts import Prompts, group_indices
 
 

@@ -1,7 +1,9 @@
 import io
 import json
+import runpy
+import subprocess
+import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
@@ -15,8 +17,10 @@ import encoders
 import reward
 import task_rewards
 import tiny
-from configurator import UserError
 from geometry import normalise_points
+from guard import UserError
+from helpers import ENVIRONMENT, REPOSITORY, refusal, script
+from video import read_mp4, write_mp4
 
 
 def noise(*shape, seed=0):
@@ -34,7 +38,7 @@ def noise(*shape, seed=0):
     ("http://host:8000", [("http://host:8000", 1.0)]),
     ("https://host/path/score:1.0,ball:2", [("https://host/path/score", 1.0), ("ball", 2.0)]),
     ("http://10.0.0.1:80/a:b:-.5", [("http://10.0.0.1:80/a:b", -0.5)]),
-])  # fmt: skip
+])
 def test_parse(spec, wanted):
     assert reward.parse_rewards(spec) == wanted
 
@@ -48,7 +52,7 @@ def test_parse(spec, wanted):
     ("ball:", "got weight ''"),
     ("ball:1.0,ball:2.0", "got ball twice"),
     ("http:1.0", "got 'http', want .*http://host:port/path"),
-])  # fmt: skip
+])
 def test_parse_mistakes(spec, message):
     with pytest.raises(UserError, match=message) as error:
         reward.parse_rewards(spec)
@@ -57,12 +61,46 @@ def test_parse_mistakes(spec, message):
 
 def test_load_score_and_mix():
     videos = noise(3, 5, 3, 8, 8)
-    rewards = reward.load_rewards("smoothness:2.0,jpeg:-0.5", "cpu")
+    rewards = reward.load_rewards("smoothness:2.0,jpeg:-0.5", {})
     scores = reward.score(rewards, videos, ["a"] * 3, [{}] * 3)
     assert list(scores) == ["smoothness", "jpeg"]
     assert all(values.shape == (3,) and values.dtype == torch.float32 for values in scores.values())
     total = reward.mix(scores, reward.parse_rewards("smoothness:2.0,jpeg:-0.5"))
     assert torch.equal(total, 2 * scores["smoothness"] - 0.5 * scores["jpeg"])
+
+
+def test_a_loader_gets_all_settings(monkeypatch):
+    """A reward with a setting is the setting, a loader and a line in REWARDS."""
+
+    def load_threshold(name, config, device):
+        least = config["least_brightness"]
+        return lambda videos, prompts, metadata: (videos.mean((1, 2, 3, 4)) > least).to(device)
+
+    monkeypatch.setitem(reward.REWARDS, "bright", load_threshold)
+    config = {"least_brightness": 0.4, "lr": 1e-3}
+    videos = torch.tensor([0.3, 0.5])[:, None, None, None, None].expand(2, 2, 3, 4, 4)
+    for names in ("bright:2.0,smoothness", ["bright", "first_frame"], dict([("bright", 2.0)])):
+        rewards = reward.load_rewards(names, config, torch.device("cpu"))
+        assert list(rewards) == (["bright", "smoothness"] if isinstance(names, str) else list(names))
+        assert rewards["bright"](videos, None, None).tolist() == [False, True]
+    assert reward.load_rewards(["bright"], config, "meta")["bright"](videos, None, None).device.type == "meta"
+    with pytest.raises(UserError, match="reward bright: got no setting least_brightness, want it among") as error:
+        reward.load_rewards("smoothness,bright", {"lr": 1e-3})
+    assert "\n" not in str(error.value)
+    # but what goes wrong inside a loader is not taken for a missing setting
+    monkeypatch.setitem(reward.REWARDS, "bright", lambda name, config, device: {}["weights"])
+    with pytest.raises(KeyError, match="weights"):
+        reward.load_rewards("bright", config)
+
+
+@pytest.mark.parametrize("name, lacking", [
+    ("pickscore", "pickscore_frames"), ("pickscore", "pickscore_model"), ("http://127.0.0.1:1/", "reward_timeout"),
+])
+def test_missing_settings_are_named(name, lacking):
+    config = {"pickscore_model": "/nowhere/clip", "pickscore_frames": 4, "reward_timeout": 5.0}
+    del config[lacking]
+    with pytest.raises(UserError, match=f"reward {name}: got no setting {lacking}, want it among those of the script"):
+        reward.load_rewards([name], config)
 
 
 @pytest.mark.parametrize("values, message", [
@@ -72,7 +110,7 @@ def test_load_score_and_mix():
     (["a", "b", "c"], r"reward mine: got \['a', 'b', 'c'\], want 3 numbers, one a video"),
     (torch.zeros(3, 1), r"reward mine: got shape \(3, 1\), want \(3,\)"),
     (torch.tensor(0.0), r"reward mine: got shape \(\), want \(3,\)"),
-])  # fmt: skip
+])
 def test_a_bad_reward_is_named(values, message):
     with pytest.raises(UserError, match=message):
         reward.score({"mine": lambda *_: values}, noise(3, 2, 3, 4, 4), ["one", "two", "three"], [{}] * 3)
@@ -167,7 +205,7 @@ def clips():
 
 
 def ball(videos, metadata):
-    values = reward.score(reward.load_rewards("ball,ball_success"), videos, ["x"] * len(videos), metadata)
+    values = reward.score(reward.load_rewards("ball,ball_success", {}), videos, ["x"] * len(videos), metadata)
     return values["ball"], values["ball_success"]
 
 
@@ -350,8 +388,8 @@ def clip_folder(tmp_path_factory):
 
 def test_pickscore_is_its_formula(clip_folder):
     videos, prompts = noise(3, 9, 3, 40, 60), ["a red ball", "cats", "a red ball"]
-    load = dict(pickscore_model=clip_folder, pickscore_frames=3)
-    got = reward.score(reward.load_rewards("pickscore", "cpu", **load), videos, prompts, [{}] * 3)["pickscore"]
+    config = dict(pickscore_model=clip_folder, pickscore_frames=3)
+    got = reward.score(reward.load_rewards("pickscore", config), videos, prompts, [{}] * 3)["pickscore"]
 
     model, tokenizer = CLIPModel.from_pretrained(clip_folder), CLIPTokenizer.from_pretrained(clip_folder)
     processor = CLIPImageProcessorPil()
@@ -365,22 +403,22 @@ def test_pickscore_is_its_formula(clip_folder):
 
     changed = videos.clone()
     changed[:, 0] = 0  # the given frame is left out
-    again = reward.score(reward.load_rewards("pickscore", "cpu", **load), changed, prompts, [{}] * 3)["pickscore"]
+    again = reward.score(reward.load_rewards("pickscore", config), changed, prompts, [{}] * 3)["pickscore"]
     assert torch.equal(got, again)
 
 
 def test_pickscore_of_few_frames_and_in_batches(clip_folder, monkeypatch):
     """More frames asked for than there are; one image; micro-batches change nothing; the model is loaded once."""
     videos, prompts, metadata = noise(3, 5, 3, 16, 16), ["a", "b", "c"], [{}] * 3
-    four = reward.load_rewards("pickscore", "cpu", pickscore_model=clip_folder, pickscore_frames=4)["pickscore"]
-    many = reward.load_rewards("pickscore", "cpu", pickscore_model=clip_folder, pickscore_frames=9)["pickscore"]
+    four, many = (reward.load_rewards("pickscore", dict(pickscore_model=clip_folder, pickscore_frames=n))["pickscore"]
+                  for n in (4, 9))
     assert torch.equal(four(videos, prompts, metadata), many(videos, prompts, metadata))
     one = four(videos[:, :1], prompts, metadata)
     assert one.shape == (3,) and torch.allclose(one, four(videos[:, :1].expand(-1, 2, -1, -1, -1), prompts, metadata))
     whole = four(videos, prompts, metadata)
     monkeypatch.setattr(reward, "CLIP_BATCH", 5)
     assert torch.allclose(whole, four(videos, prompts, metadata), atol=1e-5)
-    assert reward.load_clip(clip_folder, "cpu", "float32")[1] is reward.load_clip(clip_folder, "cpu", "float32")[1]
+    assert reward.load_clip(clip_folder, "cpu")[1] is reward.load_clip(clip_folder, "cpu")[1]
 
 
 @pytest.mark.parametrize("height, width", [(480, 832), (832, 480), (224, 224), (301, 227), (100, 64), (16, 16)])
@@ -397,7 +435,7 @@ def test_clip_pixels_equal_the_processor(height, width):
 
 def test_random_clip_is_vit_h():
     """Built without memory: the parameter count of CLIP-ViT-H-14."""
-    tokenizer, model = reward.load_clip("random", "meta", "float32")
+    tokenizer, model = reward.load_clip("random", "meta")
     assert sum(p.numel() for p in model.parameters()) == 986_109_441
     tokens = tokenizer(["a red ball", "A red", "word " * 100])
     ids = tokens["input_ids"]
@@ -414,17 +452,17 @@ def test_random_clip_is_the_same_on_every_rank(monkeypatch):
     draws = []
     for rank in range(2):
         torch.manual_seed(rank)
-        draws.append(reward.load_clip.__wrapped__("random", "cpu", "float32")[1].weight)
+        draws.append(reward.load_clip.__wrapped__("random", "cpu")[1].weight)
     assert torch.equal(*draws)
 
 
 @pytest.mark.parametrize("options, message", [
     (dict(pickscore_model="/nowhere/clip"), "pickscore_model=/nowhere/clip: want a hub id, or a folder"),
     (dict(pickscore_frames=0), "pickscore_frames=0: want at least 1"),
-])  # fmt: skip
+])
 def test_pickscore_mistakes(clip_folder, options, message):
     with pytest.raises(UserError, match=message) as error:
-        reward.load_rewards("pickscore", "cpu", **{"pickscore_model": clip_folder, **options})
+        reward.load_rewards("pickscore", dict(pickscore_model=clip_folder, pickscore_frames=4) | options)
     assert "\n" not in str(error.value)
 
 
@@ -463,11 +501,11 @@ def server(monkeypatch):
         thread.join()
 
 
-def http_score(server, videos=None, **options):
+def http_score(server, videos=None, timeout=5.0):
     videos = noise(2, 3, 3, 4, 6) if videos is None else videos
     (name, weight), = reward.parse_rewards(f"{server.url}:0.5")
     assert weight == 0.5
-    rewards = reward.load_rewards(f"{server.url}:0.5", "cpu", **{"timeout": 5.0, **options})
+    rewards = reward.load_rewards(f"{server.url}:0.5", {"reward_timeout": timeout})
     metadata = [{"colour": "red", "points": torch.zeros(2)}, {"n": [1, 2]}]
     return reward.score(rewards, videos, ["один", "two"], metadata)[name]
 
@@ -488,13 +526,13 @@ def test_http_retries_what_can_pass(server, monkeypatch):
     http_score(server)
     assert naps == [1, 2] and len(server.requests) == 3
     server.status = [503] * 10
-    with pytest.raises(UserError, match=f"reward {server.url}: answered 503 .* after 6 attempts"):
-        http_score(server, retries=5)
-    assert naps[2:] == [1, 2, 4, 8, 8]
+    with pytest.raises(UserError, match=f"reward {server.url}: answered 503 .* after 4 attempts"):
+        http_score(server)
+    assert naps[2:] == [1, 2, 4]
     server.status = [400]
     with pytest.raises(UserError, match="answered 400 .* after 1 attempts"):
         http_score(server)
-    assert len(naps) == 7
+    assert len(naps) == 5
 
 
 @pytest.mark.parametrize("answer, message", [
@@ -503,7 +541,7 @@ def test_http_retries_what_can_pass(server, monkeypatch):
     (b'{"rewards": ["a", "b"]}', "want {\"rewards\""),
     (b'{"rewards": [1.0]}', r"got shape \(1,\), want \(2,\)"),
     (b'{"rewards": [1.0, NaN]}', "got nan for 'two'"),
-])  # fmt: skip
+])
 def test_http_answers(server, answer, message):
     server.answer = answer
     with pytest.raises(UserError, match=message) as error:
@@ -518,11 +556,109 @@ def test_http_unreachable_shows_at_the_start(monkeypatch):
     url = f"http://127.0.0.1:{free.server_port}/score"
     free.server_close()
     with pytest.raises(UserError, match=f"reward {url}: .*refused after 4 attempts: is its server running") as error:
-        reward.load_rewards(f"{url}:1.0")
+        reward.load_rewards(f"{url}:1.0", {"reward_timeout": 60.0})
     assert "\n" not in str(error.value)
 
 
 def test_http_timeout(server, monkeypatch):
-    monkeypatch.setattr(BrightnessServer, "respond", lambda *_: time.sleep(0.6) or b"")
-    with pytest.raises(UserError, match="timed out after 1 attempts"):
-        http_score(server, timeout=0.2, retries=0)
+    monkeypatch.setattr(BrightnessServer, "respond", lambda *_: threading.Event().wait(0.4) or b"")
+    monkeypatch.setattr(reward.time, "sleep", lambda seconds: None)
+    with pytest.raises(UserError, match="timed out after 4 attempts"):
+        http_score(server, timeout=0.1)
+
+
+# ----------------------------------------------------------------------------- rewards of video files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two clips of the tiny scene, of a blue ball that goes left, of 5 and of 7 frames."""
+    folder = tmp_path_factory.mktemp("clips")
+    paths = []
+    for name, num_frames in (("a.mp4", 5), ("b.mp4", 7)):
+        rgb, _ = tiny.render(tiny.ball_track("left", num_frames, np.random.default_rng(num_frames)), "blue", 1)
+        paths.append(str(write_mp4(folder / name, rgb, fps=8)))
+    return paths
+
+
+def printed_scores(text):
+    """{(label, clip): number} of what `python reward.py` prints, whose columns are aligned."""
+    rows = [line.rsplit(maxsplit=2) for line in text.splitlines()]
+    assert len({line.rindex(row[1]) + len(row[1]) for line, row in zip(text.splitlines(), rows, strict=True)}) == 1
+    return {(label, clip): float(number) for label, number, clip in rows}
+
+
+def test_files_from_the_command_line(files):
+    """Numbers as the functions give them; the weighted sum; flags with and without =, before and after the clips."""
+    command = [sys.executable, "reward.py", "--prompt", "a b", files[0], "--rewards=smoothness:1.0,ball:-0.5", files[1],
+               "--metadata", '{"colour": "blue", "direction": "left"}', "--device=cpu"]
+    run = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")
+    wanted = {}
+    for path in files:
+        frames, fps = read_mp4(path)
+        assert fps == 8 and len(frames) == (5 if path is files[0] else 7)
+        videos = torch.from_numpy(frames / 255).float().permute(0, 3, 1, 2)[None]
+        smooth = reward.smoothness(videos, None, None).item()
+        at_goal = reward.ball(videos, None, [{"colour": "blue", "direction": "left"}]).item()
+        assert smooth < -1e-3 and at_goal > 0.8
+        wanted |= {("smoothness:1", path): smooth, ("ball:-0.5", path): at_goal,
+                   ("weighted sum", path): smooth - at_goal / 2}
+    assert printed_scores(run.stdout) == pytest.approx(wanted, abs=2e-6)
+    assert list(printed_scores(run.stdout)) == [(label, path) for label in ("smoothness:1", "ball:-0.5", "weighted sum")
+                                                for path in files]
+
+
+def test_files_with_pickscore_and_a_recipe(files, clip_folder, tmp_path):
+    """Settings come from a config file that train_grpo.py may share; a prompt changes what PickScore says."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(f'rewards = "pickscore:2"\npickscore_model = {clip_folder!r}\npickscore_frames = 3\nlr = 1e-3\n')
+    scores = []
+    for prompt in ("a ball", "cats"):
+        _, printed = script("reward.py", files[0], recipe, prompt=prompt, device="cpu")
+        videos = torch.from_numpy(read_mp4(files[0])[0] / 255).float().permute(0, 3, 1, 2)[None]
+        config = dict(pickscore_model=clip_folder, pickscore_frames=3)
+        wanted = reward.score(reward.load_rewards("pickscore", config), videos, [prompt], [{}])["pickscore"].item()
+        assert printed_scores(printed) == pytest.approx(
+            {("pickscore:2", files[0]): wanted, ("weighted sum", files[0]): 2 * wanted}, abs=2e-6)
+        scores.append(wanted)
+    assert abs(scores[0] - scores[1]) > 1e-3
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(rewards="bal:1.0"), "rewards=bal:1.0: got 'bal' (did you mean ball?), want some of pickscore"),
+    (dict(rewards="ball"), "reward ball or ball_success: got colour None in metadata, want one of"),
+    (dict(rewards="views"), "reward views: got no box in metadata, want box and cameras"),
+    (dict(metadata="[1]"), 'metadata=[1]: want a JSON object like {"colour": "red", "direction": "left"}'),
+    (dict(metadata="{colour: red}"), "metadata={colour: red}: want a JSON object"),
+    (dict(metadata="[" * 100_000), "want a JSON object"),
+    (dict(rewards="pickscore", pickscore_frames=0), "pickscore_frames=0: want at least 1"),
+    (dict(device="tpu"), "device=tpu: want auto, cpu or cuda"),
+    (dict(reward="ball"), "--reward is not a setting of reward.py; the nearest is rewards"),
+])
+def test_files_mistakes(files, settings, message):
+    assert message in refusal("reward.py", files[0], **settings)
+
+
+def test_files_that_are_none(files, tmp_path):
+    text = tmp_path / "text.mp4"
+    text.write_text("no video\n")
+    assert f"{tmp_path}/none.mp4: no such file" in refusal("reward.py", files[0], tmp_path / "none.mp4")
+    assert f"{text}: ffmpeg finds no video in it" in refusal("reward.py", text, rewards="pickscore:1.0")
+    assert "got no clip, want python reward.py clip.mp4 --rewards=" in refusal("reward.py")
+    still = write_mp4(tmp_path / "still.mp4", np.zeros((1, 16, 16, 3), np.uint8), fps=8)
+    assert "reward smoothness: got videos of 1 frames, want at least 3" in refusal("reward.py", still)
+
+
+def test_help_lists_the_settings_of_files():
+    """And nothing else: a constant of reward.py is no setting."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "stdout", printed := io.StringIO())
+        patch.setattr(sys, "argv", ["reward.py", "clip.mp4", "--help"])
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        runpy.run_path(str(REPOSITORY / "reward.py"), run_name="__main__")
+    assert ended.value.code == 0
+    flags = [line.split("=")[0].strip() for line in printed.getvalue().splitlines() if line.startswith("  --")]
+    assert flags == [f"--{name}" for name in ("rewards", "prompt", "metadata", "pickscore_model", "pickscore_frames",
+                                              "reward_timeout", "device")]
+    assert "python reward.py clip.mp4 --rewards=" in printed.getvalue()

@@ -4,8 +4,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanPipeline
 
 import encoders
+import flow
 import model as wan_model
 import rollout
+import sampler
 from helpers import load
 
 SIZE = dict(height=16, width=32, num_frames=9)  # latents 16 3 4 8
@@ -38,7 +40,7 @@ def closed_form(u, shift):
 
 @pytest.mark.parametrize("kind, pipeline_class", [
     ("i2v", WanImageToVideoPipeline), ("ti2v", WanImageToVideoPipeline), ("t2v", WanPipeline), ("ti2v", WanPipeline),
-])  # fmt: skip
+])
 def test_sampling_equals_the_pipeline(checkpoints, kind, pipeline_class):
     """Eight guided steps: the same experts see the same input, timestep and text, and give the same latents."""
     gives_frame = pipeline_class is WanImageToVideoPipeline
@@ -52,15 +54,15 @@ def test_sampling_equals_the_pipeline(checkpoints, kind, pipeline_class):
     tokenizer, text_encoder = encoders.load_text_encoder(checkpoints[kind], dtype=torch.float32)
     text, negative = encoders.encode_text(tokenizer, text_encoder, [PROMPT, NEGATIVE], 16)[:, None].expand(2, 2, -1, -1)
 
-    noise = rollout.randn((2, 16, 3, 4, 8), 5)
-    frame = torch.rand(1, 3, 16, 32, generator=rollout.seeded("cpu", 6))  # 0..1, as the pipeline takes it
+    noise = flow.randn((2, 16, 3, 4, 8), 5)
+    frame = torch.rand(1, 3, 16, 32, generator=flow.seeded("cpu", 6))  # 0..1, as the pipeline takes it
     trajectory = []
     expected = pipeline(
         **SIZE, **(dict(image=frame) if gives_frame else {}), latents=noise,
         prompt_embeds=text, negative_prompt_embeds=negative, num_inference_steps=8, output_type="latent",
         guidance_scale=3.5, **(dict(guidance_scale_2=2.0) if num_experts == 2 else {}),
         callback_on_step_end=lambda pipe, i, t, values: trajectory.append(values["latents"]) or values,
-    ).frames  # fmt: skip
+    ).frames
 
     wan = load(checkpoints[kind])
     ours = record(wan.experts)
@@ -68,8 +70,8 @@ def test_sampling_equals_the_pipeline(checkpoints, kind, pipeline_class):
     if gives_frame:
         condition = encoders.encode_condition(encoders.load_vae(checkpoints[kind]), 2 * frame - 1, 9, kind)
         condition = condition.expand(2, -1, -1, -1, -1)
-    sigmas = rollout.sigma_grid(8, 5.0)
-    latents, _ = rollout.sample(wan, noise, condition, text, negative, sigmas, 3.5, 2.0)
+    sigmas = flow.sigma_grid(8, 5.0)
+    latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, 3.5, 2.0)
 
     assert [call[0] for call in ours] == [call[0] for call in theirs] and len(ours) == 16
     assert len({call[0] for call in ours}) == num_experts
@@ -82,7 +84,7 @@ def test_sampling_equals_the_pipeline(checkpoints, kind, pipeline_class):
     # step by step, from the pipeline's own latents
     for i, before in enumerate([noise, *trajectory[:-1]]):
         sigma = sigmas[i].expand(2)
-        v = rollout.guided_velocity(wan, before, sigma, condition, text, negative, 3.5, 2.0)
+        v = sampler.guided_velocity(wan, before, sigma, condition, text, negative, 3.5, 2.0)
         torch.testing.assert_close(before + (sigmas[i + 1] - sigmas[i]) * v, trajectory[i], atol=1e-5, rtol=1e-5)
 
     # and the comparison isn't of two constants
@@ -91,13 +93,13 @@ def test_sampling_equals_the_pipeline(checkpoints, kind, pipeline_class):
 
 def test_layout_of_the_inputs(checkpoints):
     """FACTS of Wan 2.2, written out: 36 channels for i2v; replaced frame and timesteps a token for ti2v."""
-    noise, sigma = rollout.randn((1, 16, 3, 4, 6), 0), torch.tensor([0.95])
-    text = rollout.randn((1, 16, 64), 1)
+    noise, sigma = flow.randn((1, 16, 3, 4, 6), 0), torch.tensor([0.95])
+    text = flow.randn((1, 16, 64), 1)
     calls = {}
     for kind, frames in (("i2v", 3), ("ti2v", 1), ("t2v", 1)):
         wan = load(checkpoints[kind])
         recorded = record(wan.experts)
-        wan_model.velocity(wan, noise, sigma, condition := rollout.randn((1, 16, frames, 4, 6), 2), text)
+        wan_model.velocity(wan, noise, sigma, condition := flow.randn((1, 16, frames, 4, 6), 2), text)
         calls[kind] = (*recorded[0], condition)
 
     expert, hidden, timestep, _, _, condition = calls["i2v"]
@@ -117,10 +119,10 @@ def test_layout_of_the_inputs(checkpoints):
 @pytest.mark.parametrize("kind", ["i2v", "ti2v", "t2v"])
 def test_the_given_frame_never_changes(checkpoints, kind):
     wan = load(checkpoints[kind])
-    noise, text = rollout.randn((1, 16, 3, 4, 6), 0), rollout.randn((2, 1, 16, 64), 1)
-    condition = rollout.randn((1, 16, 3 if kind == "i2v" else 1, 4, 6), 2)
+    noise, text = flow.randn((1, 16, 3, 4, 6), 0), flow.randn((2, 1, 16, 64), 1)
+    condition = flow.randn((1, 16, 3 if kind == "i2v" else 1, 4, 6), 2)
     recorded = record(wan.experts)
-    latents, _ = rollout.sample(wan, noise, condition, *text, rollout.sigma_grid(4, 5.0), 2.0, 2.0)
+    latents, _ = sampler.sample(wan, noise, condition, *text, flow.sigma_grid(4, 5.0), 2.0, 2.0)
     given = [hidden[:, 20:] if kind == "i2v" else hidden[:, :, :1] for _, hidden, *_ in recorded]
     assert len(given) == 8 and all(torch.equal(seen, condition) for seen in given)
     if kind != "i2v":  # an i2v model generates its first latent frame too
@@ -130,15 +132,15 @@ def test_the_given_frame_never_changes(checkpoints, kind):
 
 def test_euler_is_exact_on_a_straight_flow():
     """velocity = (x - x0) / sigma is the flow to one x0: any grid ends there. Guidance scales what differs by text."""
-    x0, noise = torch.full((1, 2, 2, 2, 2), 0.3), rollout.randn((1, 2, 2, 2, 2), 0)
+    x0, noise = torch.full((1, 2, 2, 2, 2), 0.3), flow.randn((1, 2, 2, 2, 2), 0)
     expert = lambda x, timestep, text, return_dict: ((x - x0) / (timestep / 1000) + text.mean(),)  # noqa: E731
     wan = wan_model.Wan("", "t2v", ("high", "low"), 0.9, {}, experts={"high": expert, "low": expert})
     zero, one = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
-    sampled, _ = rollout.sample(wan, noise, None, zero, zero, rollout.sigma_grid(7, 3.0), 1.0, 1.0)
+    sampled, _ = sampler.sample(wan, noise, None, zero, zero, flow.sigma_grid(7, 3.0), 1.0, 1.0)
     torch.testing.assert_close(sampled, x0, atol=1e-6, rtol=0)
     for sigma, scale in ((0.95, 4.0), (0.85, 3.0)):  # of the high expert, of the low one
         sigma = torch.tensor([sigma])
-        v = rollout.guided_velocity(wan, noise, sigma, None, one, 2 * one, 4.0, 3.0)
+        v = sampler.guided_velocity(wan, noise, sigma, None, one, 2 * one, 4.0, 3.0)
         torch.testing.assert_close(v, (noise - x0) / sigma + 2 - scale)
 
 
@@ -150,12 +152,12 @@ def test_grid_is_the_schedulers(shift):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     for num_steps in (1, 2, 4, 8, 10, 40, 50):
         scheduler.set_timesteps(num_steps)
-        sigmas = rollout.sigma_grid(num_steps, shift)
+        sigmas = flow.sigma_grid(num_steps, shift)
         assert sigmas.dtype == torch.float32 and torch.equal(sigmas, scheduler.sigmas)
 
 
 def test_grid_ends_low():
-    sigmas = rollout.sigma_grid(10, 5.0)
+    sigmas = flow.sigma_grid(10, 5.0)
     assert sigmas[0] == 1 and sigmas[-1] == 0 and len(sigmas) == 11
     assert abs(sigmas[-2] - 0.0244) < 5e-5  # not 0.357, that of linspace(1, 1 / n, n)
 
@@ -163,8 +165,8 @@ def test_grid_ends_low():
 def test_shift_and_its_inverse():
     u = torch.linspace(0, 1, 101, dtype=torch.float64)
     for shift in (1.0, 3.0, 5.0):
-        np.testing.assert_allclose(rollout.shift_sigma(u, shift), closed_form(u, shift), rtol=1e-14)
-        np.testing.assert_allclose(rollout.unshift_sigma(rollout.shift_sigma(u, shift), shift), u, atol=1e-14)
+        np.testing.assert_allclose(flow.shift_sigma(u, shift), closed_form(u, shift), rtol=1e-14)
+        np.testing.assert_allclose(flow.unshift_sigma(flow.shift_sigma(u, shift), shift), u, atol=1e-14)
 
 
 def test_routing_is_by_timestep_in_float32():
@@ -183,7 +185,7 @@ def test_routing_is_by_timestep_in_float32():
 
     wan = wan_model.Wan("", "t2v", ("high", "low"), 0.9, {}, torch.bfloat16, {n: expert(n) for n in ("high", "low")})
     wan_model.velocity(wan, torch.zeros(1, 2, 1, 2, 2), torch.tensor([0.899]), None, torch.zeros(1, 1, 1))
-    (name, dtype, timestep), = called  # fmt: skip
+    (name, dtype, timestep), = called
     assert name == "low" and dtype == torch.bfloat16 and timestep.dtype == torch.float32
     assert abs(timestep.item() - 899) < 1e-4
 
@@ -193,27 +195,27 @@ def test_routing_is_by_timestep_in_float32():
 
 @pytest.mark.parametrize("boundary, shift, high", [(0.9, 5.0, 0.357), (0.9, 3.0, 0.25), (0.875, 5.0, 0.417)])
 def test_share_of_the_experts(boundary, shift, high):
-    share = rollout.expert_share("high", boundary, shift)
+    share = flow.expert_share("high", boundary, shift)
     u = (np.arange(100_000) + 0.5) / 100_000
     assert abs(share - high) < 5e-4 and abs(share - (closed_form(u, shift) >= boundary).mean()) < 2e-5
-    assert rollout.expert_share("low", boundary, shift) == pytest.approx(1 - share)
-    assert rollout.expert_share("single", None, shift) == 1
+    assert flow.expert_share("low", boundary, shift) == pytest.approx(1 - share)
+    assert flow.expert_share("single", None, shift) == 1
 
 
 @pytest.mark.parametrize("boundary, shift, high", [(0.9, 5.0, 5 / 14), (0.9, 3.0, 1 / 4), (0.875, 5.0, 5 / 12)])
 def test_experts_are_drawn_by_share(boundary, shift, high):
     both = ("high", "low")
-    draws = [rollout.draw_expert(both, boundary, shift, 0, step) for step in range(2000)]
+    draws = [flow.draw_expert(both, boundary, shift, 0, step) for step in range(2000)]
     error = np.mean([name == "high" for name in draws]) - high
     assert abs(error) < 3 * np.sqrt(high * (1 - high) / 2000)
     torch.manual_seed(1)  # nothing but (seed, step) counts, on any rank, in any order
-    again = {step: rollout.draw_expert(both, boundary, shift, 0, step) for step in reversed(range(0, 2000, 7))}
+    again = {step: flow.draw_expert(both, boundary, shift, 0, step) for step in reversed(range(0, 2000, 7))}
     assert all(draws[step] == name for step, name in again.items())
-    other = [rollout.draw_expert(both, boundary, shift, 1, step) for step in range(2000)]
+    other = [flow.draw_expert(both, boundary, shift, 1, step) for step in range(2000)]
     agreement = high**2 + (1 - high) ** 2
     assert abs(np.mean(np.array(draws) == np.array(other)) - agreement) < 0.04
     for alone in (("high",), ("low",), ("single",)):
-        assert rollout.draw_expert(alone, boundary, shift, 0, 3) == alone[0]
+        assert flow.draw_expert(alone, boundary, shift, 0, 3) == alone[0]
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -225,8 +227,8 @@ def test_the_mixture_over_experts_is_the_shifted_distribution(boundary, shift, p
     """
     sigmas, num_draws = [], 3000
     for step in range(num_draws):
-        expert = rollout.draw_expert(("high", "low"), boundary, shift, 0, step)
-        sigma = rollout.draw_sigma(expert, boundary, shift, rollout.seeded("cpu", 0, step, position))
+        expert = flow.draw_expert(("high", "low"), boundary, shift, 0, step)
+        sigma = flow.draw_sigma(expert, boundary, shift, flow.seeded("cpu", 0, step, position))
         assert sigma.dtype == torch.float32 and wan_model.route(boundary, sigma[None]) == expert
         sigmas.append(sigma.item())
     sigmas = np.sort(sigmas)
@@ -243,30 +245,30 @@ def test_sigmas_keep_to_their_experts_range(monkeypatch, boundary):
     for u in (0.0, 1 - 2**-53):
         monkeypatch.setattr(torch, "rand", lambda *size, u=u, **options: torch.tensor(u, dtype=torch.float64))
         for expert in ("high", "low"):
-            sigma = rollout.draw_sigma(expert, boundary, 5.0, None)
+            sigma = flow.draw_sigma(expert, boundary, 5.0, None)
             assert wan_model.route(boundary, sigma[None]) == expert and 0 <= sigma <= 1
             edge = {("high", 0.0): boundary, ("low", 0.0): 0.0}.get((expert, u), 1.0 if expert == "high" else boundary)
             assert abs(sigma - edge) < 2e-6
-        assert abs(rollout.draw_sigma("single", None, 5.0, None) - u) < 1e-6
+        assert abs(flow.draw_sigma("single", None, 5.0, None) - u) < 1e-6
 
 
 def test_bins_are_mid_points_of_equal_probability():
     u = (np.arange(1_000_000) + 0.5) / 1_000_000
     sigmas = closed_form(u, 5.0)
     for expert, boundary, mine in (("high", 0.9, sigmas >= 0.9), ("low", 0.9, sigmas < 0.9), ("single", None, u >= 0)):
-        bins = rollout.bin_sigmas(expert, boundary, 5.0, 4)
+        bins = flow.bin_sigmas(expert, boundary, 5.0, 4)
         assert bins.dtype == torch.float32 and wan_model.route(boundary, bins) == expert
         mine = sigmas[mine]
         np.testing.assert_allclose(bins, np.quantile(mine, [0.875, 0.625, 0.375, 0.125]), atol=1e-5)
-    np.testing.assert_allclose(rollout.bin_sigmas("single", None, 1.0, 2), [0.75, 0.25])
+    np.testing.assert_allclose(flow.bin_sigmas("single", None, 1.0, 2), [0.75, 0.25])
 
 
 def test_seeded_draws():
     keys = [(0,), (0, 0), (0, 0, 0), (0, 1), (1, 0), (1,), (0, 1, 0), (2**31, 5), (5, 2**31), (1, 2, 3, 4, 5)]
-    draws = [rollout.randn((4,), *key) for key in keys]
+    draws = [flow.randn((4,), *key) for key in keys]
     assert len({tuple(draw.tolist()) for draw in draws}) == len(keys)
-    assert all(torch.equal(rollout.randn((4,), *key), draw) for key, draw in zip(keys, draws, strict=True))
-    many = rollout.randn((100_000,), 3, 4)
+    assert all(torch.equal(flow.randn((4,), *key), draw) for key, draw in zip(keys, draws, strict=True))
+    many = flow.randn((100_000,), 3, 4)
     assert many.dtype == torch.float32 and abs(many.mean()) < 0.015 and abs(many.std() - 1) < 0.01
 
 
@@ -289,9 +291,9 @@ def paper_step(law, x, v, sigma, sigma_next, sigma_1, noise_level):
 
 @pytest.mark.parametrize("law", rollout.LAWS)
 def test_each_law_is_its_papers_formula(law):
-    x, v = rollout.randn((2, 3, 4, 2, 2, 2), 0).double()
+    x, v = flow.randn((2, 3, 4, 2, 2, 2), 0).double()
     for shift in (1.0, 5.0):
-        grid = rollout.sigma_grid(10, shift).double().tolist()
+        grid = flow.sigma_grid(10, shift).double().tolist()
         for k in range(10):
             for noise_level in (0.2, 0.7, 1.0):
                 at = law, x, v, grid[k], grid[k + 1], grid[1], noise_level
@@ -308,7 +310,7 @@ def test_each_law_is_its_papers_formula(law):
 
 
 def test_flow_is_finite_at_sigma_1():
-    x, v = rollout.randn((2, 1, 2, 2, 2, 2), 0).double()
+    x, v = flow.randn((2, 1, 2, 2, 2, 2), 0).double()
     mean, std = rollout.transition("flow", x, v, 1.0, 0.9, 0.9, 0.7)
     assert std == pytest.approx(0.7 * np.sqrt(1 / 0.1) * np.sqrt(0.1))
     torch.testing.assert_close(mean, x * (1 - 0.49 / 0.1 * 0.1 / 2) - 0.1 * v)
@@ -317,7 +319,7 @@ def test_flow_is_finite_at_sigma_1():
 @pytest.mark.parametrize("law", rollout.LAWS)
 @pytest.mark.parametrize("frames_given", [0, 1])
 def test_log_prob_is_the_normal_density_of_what_is_generated(law, frames_given):
-    sample, mean = rollout.randn((2, 3, 4, 3, 2, 2), 1)
+    sample, mean = flow.randn((2, 3, 4, 3, 2, 2), 1)
     gen_mask = torch.ones(3, 1, 3, 2, 2)
     gen_mask[:, :, :frames_given] = 0
     std = 0.3
@@ -341,10 +343,10 @@ def test_drift_is_told_of_the_worst_sample(law):
     x, v, error = torch.randn(3, 2, 4, 3, 2, 2, generator=generator, dtype=torch.float64)  # each b c f h w
     gen_mask = torch.ones(2, 1, 3, 2, 2, dtype=torch.float64)
     gen_mask[:, :, 0] = 0
-    rms = lambda values: rollout.masked_mean(values.square(), gen_mask).sqrt().view(2, 1, 1, 1, 1)  # noqa: E731
+    rms = lambda values: wan_model.masked_mean(values.square(), gen_mask).sqrt().view(2, 1, 1, 1, 1)  # noqa: E731
     error *= torch.tensor([0.1, 0.2]).view(2, 1, 1, 1, 1) * rms(v) / rms(error)
     error[:, :, 0] = 9.0  # at a given position
-    sigmas, k = rollout.sigma_grid(6, 5.0), 2
+    sigmas, k = flow.sigma_grid(6, 5.0), 2
     grid = sigmas.tolist()
     mean, std = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], 0.7)
     ours, _ = rollout.transition(law, x, v + error, grid[k], grid[k + 1], grid[1], 0.7)
@@ -379,9 +381,9 @@ def exact_velocity(x, sigma, mean, std):
 
 def end_of(law, noise_level, wrong=None, num_steps=1000, num_samples=40_000, mean=0.8, std=0.5):
     """Samples from the exact velocity; wrong: -1 flips the drift's correction, 0 leaves it out."""
-    generator = rollout.seeded("cpu", 5)
+    generator = flow.seeded("cpu", 5)
     x = torch.randn(num_samples, generator=generator)
-    grid = rollout.sigma_grid(num_steps, 1.0).tolist()
+    grid = flow.sigma_grid(num_steps, 1.0).tolist()
     for k in range(num_steps):
         v = exact_velocity(x, grid[k], mean, std)
         following, scale = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], noise_level)
@@ -411,9 +413,9 @@ def test_cps_keeps_the_noise_level_of_the_grid():
     That is all it promises: where x0 spreads, its samples spread less than the ODE's (a guess of x0 is its mean).
     """
     for noise_level in (0.3, 0.7, 1.0):
-        generator = rollout.seeded("cpu", 6)
+        generator = flow.seeded("cpu", 6)
         x = torch.randn(100_000, generator=generator)
-        grid = rollout.sigma_grid(6, 3.0).tolist()
+        grid = flow.sigma_grid(6, 3.0).tolist()
         for sigma, following in zip(grid[:-2], grid[1:-1], strict=True):
             v = exact_velocity(x, sigma, 0.8, 0.0)
             mean, std = rollout.transition("cps", x, v, sigma, following, grid[1], noise_level)
@@ -428,12 +430,12 @@ def test_cps_keeps_the_noise_level_of_the_grid():
 @pytest.mark.parametrize("kind", ["i2v", "ti2v", "t2v"])
 def test_guidance_batched_equals_separate(checkpoints, kind):
     wan = load(checkpoints[kind])
-    noise, text = rollout.randn((2, 16, 3, 4, 6), 0), rollout.randn((2, 2, 16, 64), 1)
-    condition = {"i2v": rollout.randn((2, 16, 3, 4, 6), 2), "ti2v": rollout.randn((2, 16, 1, 4, 6), 2)}.get(kind)
+    noise, text = flow.randn((2, 16, 3, 4, 6), 0), flow.randn((2, 2, 16, 64), 1)
+    condition = {"i2v": flow.randn((2, 16, 3, 4, 6), 2), "ti2v": flow.randn((2, 16, 1, 4, 6), 2)}.get(kind)
     calls = record(wan.experts)
     for sigma in (0.95, 0.5):
         at = wan, noise, torch.tensor([sigma] * 2), condition, *text, 4.0, 3.0
-        separate, batched = rollout.guided_velocity(*at), rollout.guided_velocity(*at, cfg_batched=True)
+        separate, batched = sampler.guided_velocity(*at), sampler.guided_velocity(*at, cfg_batched=True)
         torch.testing.assert_close(batched, separate, atol=1e-5, rtol=1e-5)
         assert [len(call[1]) for call in calls] == [2, 2, 4]
         assert (separate - wan_model.velocity(wan, *at[1:4], text[0])).abs().mean() > 1e-2
@@ -444,23 +446,23 @@ def test_guidance_batched_equals_separate(checkpoints, kind):
 @pytest.mark.parametrize("kind", ["i2v", "ti2v"])
 def test_a_rollout_is_stochastic_in_its_window_only(checkpoints, kind, law):
     wan = load(checkpoints[kind])
-    noise, text = rollout.randn((2, 16, 3, 4, 6), 0), rollout.randn((2, 2, 16, 64), 1)
-    condition = rollout.randn((2, 16, 3 if kind == "i2v" else 1, 4, 6), 2)
-    sigmas, window, guidance = rollout.sigma_grid(6, 5.0), [2, 3], (2.0, 1.5)
+    noise, text = flow.randn((2, 16, 3, 4, 6), 0), flow.randn((2, 2, 16, 64), 1)
+    condition = flow.randn((2, 16, 3 if kind == "i2v" else 1, 4, 6), 2)
+    sigmas, window, guidance = flow.sigma_grid(6, 5.0), [2, 3], (2.0, 1.5)
     grid, first = sigmas.tolist(), 0 if kind == "i2v" else 1  # the first generated latent frame
 
     def run(**changed):
         settings = dict(law=law, noise_level=0.7, window=window) | changed
-        settings["generators"] = [rollout.seeded("cpu", 9, n) for n in range(2)]
-        return rollout.sample(wan, noise, condition, *text, sigmas, *guidance, **settings)
+        settings["generators"] = [flow.seeded("cpu", 9, n) for n in range(2)]
+        return sampler.sample(wan, noise, condition, *text, sigmas, *guidance, **settings)
 
     calls = record(wan.experts)
     latents, transitions = run()
     seen = [call[1][:, :16] for call in calls[::2]] + [latents]  # what each step starts from, and the end
     velocities = [u[4] + scale * (c[4] - u[4]) for c, u, scale in zip(calls[::2], calls[1::2], [
-        guidance[1] if call[0] == "low" else guidance[0] for call in calls[::2]], strict=True)]  # fmt: skip
+        guidance[1] if call[0] == "low" else guidance[0] for call in calls[::2]], strict=True)]
     assert [t.step for t in transitions] == window and len(calls) == 12
-    drawn = [rollout.seeded("cpu", 9, n) for n in range(2)]
+    drawn = [flow.seeded("cpu", 9, n) for n in range(2)]
     gen_mask = wan_model.generated_mask(wan, latents, condition)
     for k in range(6):
         if k not in window:
@@ -475,7 +477,7 @@ def test_a_rollout_is_stochastic_in_its_window_only(checkpoints, kind, law):
         torch.testing.assert_close(
             t.next_latents[:, :, first:], (mean + std * noises)[:, :, first:], atol=1e-5, rtol=1e-5
         )
-        v = rollout.guided_velocity(wan, t.latents, sigmas[k].expand(2), condition, *text, *guidance)  # as in training
+        v = sampler.guided_velocity(wan, t.latents, sigmas[k].expand(2), condition, *text, *guidance)  # as in training
         mean, std = rollout.transition(law, t.latents, v, grid[k], grid[k + 1], grid[1], 0.7)
         assert torch.equal(mean, t.mean)
         assert torch.equal(rollout.log_prob(law, t.next_latents, mean, std, gen_mask), t.log_prob)
@@ -485,5 +487,5 @@ def test_a_rollout_is_stochastic_in_its_window_only(checkpoints, kind, law):
         assert torch.equal(latents[:, :, :1], condition)
     assert torch.equal(run()[0], latents)
     without, none = run(window=[])
-    assert not none and torch.equal(without, rollout.sample(wan, noise, condition, *text, sigmas, *guidance)[0])
+    assert not none and torch.equal(without, sampler.sample(wan, noise, condition, *text, sigmas, *guidance)[0])
     assert (without - latents)[:, :, first:].abs().mean() > 1e-2

@@ -26,9 +26,9 @@ def world(tmp_path_factory):
     script("prepare_robocasa.py", **paths, pointmaps=True)
     quick = dict(max_steps=2, eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1, warmup_steps=1)
     script("train_i2v_sft.py", **paths, **quick, pointmaps=True, out_dir=folder / "run", batch_size=4, lora_rank=4,
-           lr=0.05)  # fmt: skip
+           lr=0.05)
     settings = paths | dict(pointmaps=True, num_inference_steps=2, guidance_scale=2.0, guidance_scale_2=1.0,
-                            window_stride=4)  # fmt: skip
+                            window_stride=4)
     lines = [f"{name} = {str(value)!r}" if name in paths else f"{name} = {value!r}" for name, value in settings.items()]
     (folder / "robot.py").write_text("\n".join(lines) + "\n")  # the config file of the run
     return folder

@@ -27,13 +27,15 @@ import torch
 from PIL import Image
 
 import encoders
+import flow
 import model as wan_model
 import prompts
 import rollout
+import sampler
 import sglang_client
 import sglang_server
 import tiny
-from configurator import UserError
+from guard import UserError
 from helpers import (
     ENVIRONMENT,
     REPOSITORY,
@@ -53,7 +55,7 @@ SIZE = dict(height=64, width=96, num_frames=9)
 QUICK = SIZE | dict(max_text_tokens=512, rewards="smoothness:1.0", eval_rewards="", prompts_per_iteration=2,
                     group_size=2, rollout_batch=2, num_steps=5, num_eval_steps=3, num_eval_samples=2, num_eval_videos=0,
                     max_iterations=3, eval_interval=0, save_interval=0, lora_rank=4, lora_alpha=8, lr=1e-2,
-                    negative_prompt="dark", guidance_scale=3.0, guidance_scale_2=2.0)  # fmt: skip
+                    negative_prompt="dark", guidance_scale=3.0, guidance_scale_2=2.0)
 
 
 def real(test):
@@ -83,7 +85,7 @@ def world(tmp_path_factory):
 
 def paths(world, kind="ti2v"):
     return dict(model=str(world / kind), data_jsonl=str(world / "train.jsonl"),
-                eval_data_jsonl=str(world / "eval.jsonl"))  # fmt: skip
+                eval_data_jsonl=str(world / "eval.jsonl"))
 
 
 def make_client(
@@ -93,7 +95,7 @@ def make_client(
     wan = wan_model.describe(str(world / kind))
     shape = (48, 3, 4, 6) if kind == "ti2v" else (16, 3, 8, 12)
     guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2, cfg_batched=False)
-    sampling = SIZE | dict(law=law, noise_level=0.7, sigmas=rollout.sigma_grid(4, 5.0))
+    sampling = SIZE | dict(law=law, noise_level=0.7, sigmas=flow.sigma_grid(4, 5.0))
     client = sglang_client.SGLangClient(wan, shape, sampling, guidance, "dark", "cpu", timeout=60, **more)
     return client, prompts.Prompts(world / "train.jsonl", SIZE["height"], SIZE["width"])
 
@@ -174,7 +176,7 @@ class FakeServer(BaseHTTPRequestHandler):
         generator = torch.Generator().manual_seed(body["seed"])
         latents = torch.randn(len(body["rollout_return_step_indices"]), 48, 3, 4, 6, generator=generator)
         latents[:, :, 0] = 1.0
-        sigmas = rollout.sigma_grid(body["num_inference_steps"], 5.0)
+        sigmas = flow.sigma_grid(body["num_inference_steps"], 5.0)
         text, guided = torch.ones(512, 64), body["negative_prompt"] is not None
         made = dict(
             request_id=f"{self.server.process}/{len(self.server.bodies)}",
@@ -182,7 +184,7 @@ class FakeServer(BaseHTTPRequestHandler):
             dit_trajectory=dict(latents=latents, sigmas=sigmas),
             denoising_env=dict(image_kwargs={}, pos_cond_kwargs=dict(encoder_hidden_states=text),
                                neg_cond_kwargs=dict(encoder_hidden_states=-text) if guided else None),
-            rollout_debug_tensors=None, inference_time_s=0.5)  # fmt: skip
+            rollout_debug_tensors=None, inference_time_s=0.5)
         return self.packed(self.server.change(made) or made)
 
     def packed(self, node):
@@ -218,11 +220,11 @@ def fakes(world):
 
 def test_what_is_asked_and_what_comes_back(world, fakes):
     client, lines = make_client(world, guidance_scale=3.0, guidance_scale_2=3.0, urls=[fakes[0].url])
-    sigmas = rollout.sigma_grid(4, 5.0)
-    asked = [client.submit(lines, 5, rollout.seed_of(0, 1, n), sigmas, window=[1, 2]) for n in range(6)]
+    sigmas = flow.sigma_grid(4, 5.0)
+    asked = [client.submit(lines, 5, flow.seed_of(0, 1, n), sigmas, window=[1, 2]) for n in range(6)]
     record, pixels, seconds = client.collect(range(6, 12), asked, [1, 2], sigmas)
     bodies = sorted((body for _, body in fakes[0].bodies), key=lambda body: body["seed"])
-    assert [body["seed"] for body in bodies] == sorted(rollout.seed_of(0, 1, n) for n in range(6))
+    assert [body["seed"] for body in bodies] == sorted(flow.seed_of(0, 1, n) for n in range(6))
     for body in bodies:
         assert body["prompt"] == lines.prompts[5] and body["image_path"] == [sglang_client.png_url(lines, 5)]
         assert body["rollout_sde_step_indices"] == [1, 2] and body["rollout_return_step_indices"] == [1, 2, 3]
@@ -232,7 +234,7 @@ def test_what_is_asked_and_what_comes_back(world, fakes):
     assert asked[0].result().pixels.dtype == torch.uint8  # until they're wanted
     assert [t.step for t in record.transitions] == [1, 2] and record.transitions[0].log_prob is None
     for n in range(6):  # in the order of the videos, whichever answer came first
-        drawn = torch.randn(3, 48, 3, 4, 6, generator=torch.Generator().manual_seed(rollout.seed_of(0, 1, n)))
+        drawn = torch.randn(3, 48, 3, 4, 6, generator=torch.Generator().manual_seed(flow.seed_of(0, 1, n)))
         for t, k in zip(record.transitions, (0, 1), strict=True):
             assert torch.equal(t.latents[n, :, 1:], drawn[k, :, 1:])
             assert torch.equal(t.next_latents[n, :, 1:], drawn[k + 1, :, 1:])
@@ -265,17 +267,17 @@ def changed(*path, to):
     (lambda made: made | {"dit_trajectory": {}}, "got latents of None"),
     (lambda made: made | {"dit_trajectory": {"latents": made["dit_trajectory"]["latents"]}},
      "can't read its answer .*: want sglang 0.5.23"),
-])  # fmt: skip
+])
 def test_answers_to_another_question_are_refused(world, fakes, change, words):
     client, lines = make_client(world, urls=[fakes[0].url])
     fakes[0].change = change
     with pytest.raises(UserError, match=words):
-        sigmas = rollout.sigma_grid(4, 5.0)
+        sigmas = flow.sigma_grid(4, 5.0)
         client.collect(range(1), [client.submit(lines, 0, 0, sigmas, window=[1])], [1], sigmas)
 
 
 def test_failures_are_retried_elsewhere_and_bounded(world, fakes):
-    sigmas, urls = rollout.sigma_grid(4, 5.0), [server.url for server in fakes]
+    sigmas, urls = flow.sigma_grid(4, 5.0), [server.url for server in fakes]
     client, lines = make_client(world, urls=urls, concurrency=1)
     fakes[0].broken = [500]  # says so and lives on
     fakes[1].broken = [500]
@@ -361,7 +363,7 @@ def test_a_sync_that_changes_nothing_is_noticed(world, fakes):
     client.check(fakes[0].url, lines.prompts[0], sglang_client.png_url(lines, 0))
     fakes[0].message = "Updated 20 LoRA layers in transformer from IPC tensors (skipped 0 unknown layers)."
     untouched = {"single": {name: 0 * tensor if "lora_B" in name else tensor
-                            for name, tensor in random_adapters(client.wan, 0)["single"].items()}}  # fmt: skip
+                            for name, tensor in random_adapters(client.wan, 0)["single"].items()}}
     client.sync(untouched, 4, 8.0, torch.float32, "tensor", "")  # B = 0 is to change nothing
     with pytest.raises(UserError, match="a LoRA was synced and the same rollout didn't change"):
         client.sync(random_adapters(client.wan, 0), 4, 8.0, torch.float32, "tensor", "")
@@ -403,7 +405,7 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
     assert f"{fakes[1].url}: no SGLang server there" in refusal("train_grpo.py", **base, sglang_urls=fakes[1].url)
     assert not (tmp_path / "out/config.json").exists() and not (tmp_path / "out/ckpt").exists()
     assert "model is empty" in subprocess.run([sys.executable, REPOSITORY / "sglang_server.py"], env=ENVIRONMENT,
-                                              capture_output=True, text=True, timeout=120).stderr  # fmt: skip
+                                              capture_output=True, text=True, timeout=120).stderr
 
 
 def test_a_job_submitted_twice_leaves_the_first_ones_servers_alone(world, fakes, tmp_path):
@@ -437,7 +439,7 @@ def test_a_port_that_is_taken_while_the_server_loads_costs_nothing(world, tmp_pa
     def launch(program):
         return sglang_server.LaunchedServer(
             "log", "url", 60.0, 0, seen.append, lambda: False, 29000, model=str(world / "ti2v"), devices="",
-            dtype="float32", shift=5.0, command=f"{sys.executable} {program}", args="")  # fmt: skip
+            dtype="float32", shift=5.0, command=f"{sys.executable} {program}", args="")
 
     seen = []
     server = launch("fake.py")
@@ -486,7 +488,7 @@ def test_what_the_shim_cannot_patch_it_says(tmp_path):
     (tmp_path / "sglang/__init__.py").write_text("__version__ = '9.9'")
     (package / "input_validation.py").write_text("")
     said = subprocess.run([sys.executable, "-c", "import nanowan_shim"], capture_output=True, text=True, timeout=120,
-                          env=ENVIRONMENT | {"PYTHONPATH": f"{REPOSITORY / 'shim'}:{tmp_path}"})  # fmt: skip
+                          env=ENVIRONMENT | {"PYTHONPATH": f"{REPOSITORY / 'shim'}:{tmp_path}"})
     assert said.returncode == 0, said.stderr
     lines = said.stderr.splitlines()
     assert all(line.startswith("nanowan_shim: sglang 9.9 (written for 0.5.23): couldn't ") for line in lines)
@@ -517,7 +519,7 @@ print("is", denoising.expand_wan_ti2v_timestep(batch, torch.tensor(874.3), torch
 def test_timesteps_are_not_rounded_to_bf16(shim, timestep):
     """sglang alone does; when it no longer does, the patch can go."""
     said = subprocess.run([SGLANG.with_name("python"), "-c", shim + EXPANDED], capture_output=True, text=True,
-                          timeout=300, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY / "shim")})  # fmt: skip
+                          timeout=300, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY / "shim")})
     assert said.returncode == 0, said.stderr
     timesteps = json.loads(said.stdout.split("is ")[-1])
     assert timesteps[0] == pytest.approx([0.0] * 4 + [timestep] * 4, rel=1e-7)
@@ -533,7 +535,7 @@ def serve(world, tmp_path_factory):
             port = sglang_server.free_port(30000 + 50 * len(started))
             with open(folder / f"{kind}_{number}.log", "wb") as log:
                 process = sglang_server.start(str(world / kind), port, "", "float32", 5.0, f"{SGLANG} serve", "",
-                                              stdout=log, stderr=log)  # fmt: skip
+                                              stdout=log, stderr=log)
             url, until = f"http://127.0.0.1:{port}", time.time() + 240
             started[kind, number] = url, process
             while sglang_server.health(url) != "up":
@@ -565,7 +567,7 @@ def put_lora(wan, adapters):
 
 @pytest.mark.parametrize(("kind", "scale", "law"), [
     ("ti2v", 1.0, "flow"), ("ti2v", 5.0, "flow"), ("ti2v", 5.0, "cps"), ("i2v", 4.0, "flow"), ("i2v", 1.0, "flow"),
-])  # fmt: skip
+])
 @real
 def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, law):
     """Noise, condition, text, every step's velocity and log-prob, latents and pixels, at a shared seed."""
@@ -574,8 +576,8 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
     scales = dict(guidance_scale=scale, guidance_scale_2=scale_2 if kind == "i2v" else scale)
     client, lines = make_client(world, kind, **scales, law=law, urls=[url])
     client.check(url, lines.prompts[0], sglang_client.png_url(lines, 0))
-    sigmas = rollout.sigma_grid(4, 5.0)  # i2v: high at 1 and 0.94, low from 0.83 on: the window crosses the boundary
-    seeds = [rollout.seed_of(7, n) for n in range(2)]
+    sigmas = flow.sigma_grid(4, 5.0)  # i2v: high at 1 and 0.94, low from 0.83 on: the window crosses the boundary
+    seeds = [flow.seed_of(7, n) for n in range(2)]
     asked = [client.submit(lines, n, seed, sigmas, window, measured=True) for n, seed in enumerate(seeds)]
     record, pixels, _ = client.collect(range(2), asked, window, sigmas)
 
@@ -591,8 +593,8 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
     gen_mask = wan_model.generated_mask(wan, record.transitions[0].latents, record.condition)
     grid = sigmas.tolist()
     for t in record.transitions:  # the replay, which training does
-        v = rollout.guided_velocity(wan, t.latents, sigmas[t.step].expand(2), record.condition, record.text,
-                                    record.negative_text, **scales)  # fmt: skip
+        v = sampler.guided_velocity(wan, t.latents, sigmas[t.step].expand(2), record.condition, record.text,
+                                    record.negative_text, **scales)
         mean, std = rollout.transition(law, t.latents, v, grid[t.step], grid[t.step + 1], grid[1], 0.7)
         assert ((mean - t.mean) * gen_mask).abs().max() < 1e-5
         log_density = rollout.log_prob(law, t.next_latents, mean, std, gen_mask)
@@ -602,8 +604,8 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
 
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     noise = torch.stack([torch.randn(client.latent_shape, generator=g) for g in generators])
-    latents, transitions = rollout.sample(wan, noise, condition, text[:2], text[2:], sigmas, **scales, law=law,
-                                          noise_level=0.7, window=window, generators=generators)  # fmt: skip
+    latents, transitions = sampler.sample(wan, noise, condition, text[:2], text[2:], sigmas, **scales, law=law,
+                                          noise_level=0.7, window=window, generators=generators)
     for ours, theirs in zip(transitions, record.transitions, strict=True):
         assert ((ours.latents - theirs.latents) * gen_mask).abs().max() < 1e-3  # ours is clamped when it is used
     wanted = ((encoders.decode(vae, latents) + 1) / 2).transpose(1, 2)
@@ -616,13 +618,13 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
 def test_a_synced_lora_replaces_the_last_one_and_equals_ours(world, serve, tmp_path, kind, how):
     url = serve(kind)
     client, lines = make_client(world, kind, guidance_scale=2.0, guidance_scale_2=2.0, urls=[url], responsible=[url])
-    sigmas = rollout.sigma_grid(4, 5.0)
+    sigmas = flow.sigma_grid(4, 5.0)
 
     def latents():
         return client.submit(lines, 0, 3, sigmas).result().latents[0]
 
     zero = {expert: {name: 0 * t if "lora_B" in name else t for name, t in tensors.items()}
-            for expert, tensors in random_adapters(client.wan, 1).items()}  # fmt: skip
+            for expert, tensors in random_adapters(client.wan, 1).items()}
     sync = lambda adapters: client.sync(adapters, 4, 8.0, torch.float32, how, str(tmp_path))  # noqa: E731
     client.check(url, lines.prompts[0], sglang_client.png_url(lines, 0))
     base, made = latents(), {}
@@ -637,7 +639,7 @@ def test_a_synced_lora_replaces_the_last_one_and_equals_ours(world, serve, tmp_p
     condition = encoders.encode_condition(vae, lines.image(0)[None], SIZE["num_frames"], kind)
     text = encode([lines.prompts[0], "dark"])
     noise = torch.randn(client.latent_shape, generator=torch.Generator().manual_seed(3))[None]
-    ours, _ = rollout.sample(wan, noise, condition, text[:1], text[1:], sigmas, 2.0, 2.0)
+    ours, _ = sampler.sample(wan, noise, condition, text[:1], text[1:], sigmas, 2.0, 2.0)
     assert (ours[0] - made[1]).abs().max() < 2e-3 < 0.02 * (base - made[1]).abs().max()
     sync(zero)
     assert torch.equal(latents(), base)
@@ -700,7 +702,7 @@ def test_a_model_that_is_not_the_servers_is_noticed(world, serve, tmp_path, monk
 
     monkeypatch.setattr(wan_model, "load_transformer", load_another)
     line = refusal("train_grpo.py", **paths(world) | QUICK | dict(
-        rollout="sglang", sglang_urls=serve("ti2v"), out_dir=tmp_path / "out"))  # fmt: skip
+        rollout="sglang", sglang_urls=serve("ti2v"), out_dir=tmp_path / "out"))
     assert re.search("the server's velocity differs from the trainer's by (1.0e-02|9.9e-03) of its size", line)
     assert not (tmp_path / "out/ckpt").exists()  # nothing was trained that could be lost
 
@@ -715,20 +717,20 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve,
 
     def ask_and_kill(self, url, prompt, image, seed, *rest):
         asked.append(seed)
-        if seed == rollout.seed_of(0, 1, 2) and asked.count(seed) == 1:
+        if seed == flow.seed_of(0, 1, 2) and asked.count(seed) == 1:
             os.killpg(servers[0].process.pid, signal.SIGKILL)
-        if seed == rollout.seed_of(0, 2, 1) and asked.count(seed) == 1:
+        if seed == flow.seed_of(0, 2, 1) and asked.count(seed) == 1:
             group = subprocess.run(["ps", "-o", "pid=,args=", "-g", str(servers[0].process.pid)], capture_output=True,
-                                   text=True).stdout.splitlines()  # fmt: skip
+                                   text=True).stdout.splitlines()
             (worker,) = [int(line.split()[0]) for line in group if "::scheduler" in line]
             os.kill(worker, signal.SIGKILL)
         return ask(self, url, prompt, image, seed, *rest)
 
     monkeypatch.setattr(sglang_client.SGLangClient, "ask", ask_and_kill)
     printed, lora, killed_rows = train(world, tmp_path / "killed", rollout="sglang", sglang_launch=True,
-                                       sglang_command=f"{SGLANG} serve", sglang_port=31000)  # fmt: skip
-    assert asked.count(rollout.seed_of(0, 1, 2)) == 2 and servers[0].restarts == 0
-    assert asked.count(rollout.seed_of(0, 2, 1)) >= 2
+                                       sglang_command=f"{SGLANG} serve", sglang_port=31000)
+    assert asked.count(flow.seed_of(0, 1, 2)) == 2 and servers[0].restarts == 0
+    assert asked.count(flow.seed_of(0, 2, 1)) >= 2
     assert [row["reward"] for row in killed_rows] == [row["reward"] for row in rows]
     assert all(torch.equal(lora[side], whole[side]) for side in lora)
     assert servers[0].process.poll() is not None  # ended with the run
@@ -741,7 +743,7 @@ def test_a_server_split_over_two_processes_does_the_same(world, serve, tmp_path,
     _, whole, rows = train(world, tmp_path / "one", rollout="sglang", sglang_urls=serve("ti2v"), max_iterations=2)
     _, lora, split_rows = train(world, tmp_path / "two", rollout="sglang", sglang_launch=True, sglang_port=32000,
                                 sglang_command=f"{SGLANG} serve", sglang_args="--tp-size 2 --num-gpus 2",
-                                max_iterations=2)  # fmt: skip
+                                max_iterations=2)
     assert [row["reward"] for row in split_rows] == pytest.approx([row["reward"] for row in rows], abs=1e-5)
     assert max(value for name, value in split_rows[1].items() if "drift/velocity" in name) < 1e-5
     for side in ("_A", "_B"):
@@ -755,7 +757,7 @@ def test_four_ranks_share_two_servers_as_one_process_does(world, serve, tmp_path
     script("train_grpo.py", **settings, out_dir=tmp_path / "one")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
     ended = subprocess.run([*command, REPOSITORY / "train_grpo.py", *flags(settings | dict(out_dir=tmp_path / "four"))],
-                           env=ENVIRONMENT, capture_output=True, text=True, timeout=500)  # fmt: skip
+                           env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (one, one_rows), (four, four_rows) = results(tmp_path / "one"), results(tmp_path / "four")
     assert [row["reward"] for row in four_rows] == pytest.approx([row["reward"] for row in one_rows], abs=1e-5)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import encoders
 import tiny
-from configurator import UserError
+from guard import UserError
 
 ROOT = Path(tiny.__file__).parent
 NUM_DEMOS = 48
@@ -225,7 +225,7 @@ def test_text_tells_prompts_apart(world):
 
 
 @pytest.mark.parametrize("setting, value", [("num_demos", 5), ("agreement", 1.5), ("seed", -1),
-                                            ("out", "/dev/null/tiny")])  # fmt: skip
+                                            ("out", "/dev/null/tiny")])
 def test_mistakes_are_one_line(monkeypatch, setting, value):
     monkeypatch.setattr(tiny, setting, value)
     with pytest.raises(UserError, match=f"{setting}={value}") as error:

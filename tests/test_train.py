@@ -22,13 +22,14 @@ import pytest
 import safetensors.torch
 import torch
 
+import checkpoints
 import data as robot_data
+import flow
 import fsdp
 import latent_cache
-import rollout
+import model as wan_model
 import tiny
-import validate
-from configurator import UserError
+from guard import UserError
 from helpers import (
     ENVIRONMENT,
     REPOSITORY,
@@ -46,7 +47,7 @@ from helpers import (
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = dict(batch_size=8, lr=1e-3, max_steps=6, log_interval=1, eval_interval=3, save_interval=3, warmup_steps=2,
              ema_decay=0.8,
-             text_dropout=0.3, num_inference_steps=2, num_val_videos=1, num_val_windows=2, val_sigmas=2)  # fmt: skip
+             text_dropout=0.3, num_inference_steps=2, num_val_videos=1, num_val_windows=2, val_sigmas=2)
 SHORTEST = SHORT | dict(max_steps=2, eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1, ema_decay=0)
 
 
@@ -123,14 +124,14 @@ def eval_rows(out_dir):
 
 def stop_at(monkeypatch, step, sent=signal.SIGTERM):
     """SIGTERM to this process in the middle of a step, counted from 1."""
-    draw = rollout.draw_expert
+    draw = flow.draw_expert
 
     def draw_and_signal(experts, boundary_ratio, shift, seed, at):
         if at + 1 == step:
             os.kill(os.getpid(), sent)
         return draw(experts, boundary_ratio, shift, seed, at)
 
-    monkeypatch.setattr(rollout, "draw_expert", draw_and_signal)
+    monkeypatch.setattr(flow, "draw_expert", draw_and_signal)
 
 
 # ----------------------------------------------------------------------------- one run
@@ -140,7 +141,7 @@ def test_a_run_leaves_what_it_promises(world, straight):
     files = files_of(straight)
     assert {"config.json", "metrics.jsonl", "curves.png", "samples/step_000003.mp4", "samples/step_000006.png",
             "model/model_index.json", "model/transformer_2/config.json",
-            "model/vae/config.json"} <= set(files)  # fmt: skip
+            "model/vae/config.json"} <= set(files)
     assert not [name for name in files if "tmp" in name or name.startswith("lora")]
     rows, evaluations = train_rows(straight), eval_rows(straight)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -155,7 +156,7 @@ def test_a_run_leaves_what_it_promises(world, straight):
         assert np.mean([row["val_loss/high"], row["val_loss/low"]]) == pytest.approx(np.mean(sigmas))
     assert "psnr" not in evaluations[0] and evaluations[2]["psnr"] > 5
     assert evaluations[2]["val_loss/high"] < evaluations[0]["val_loss/high"]
-    meta = fsdp.read_meta(straight / "ckpt/step_000006")
+    meta = checkpoints.read_meta(straight / "ckpt/step_000006")
     assert meta["step"] == 6 and meta["global_batch"] == 8 and meta["skipped_steps"] == 0
     settings = json.loads((straight / "config.json").read_text())["settings"]
     assert settings.items() <= meta["config"].items() and settings["ema_decay"] == 0.8
@@ -163,7 +164,7 @@ def test_a_run_leaves_what_it_promises(world, straight):
     exported = safetensors.torch.load_file(straight / "model/transformer_2/diffusion_pytorch_model.safetensors")
     state = tensors_of(straight, 6)
     assert_same_checkpoint({f"ema.low.{name}": tensor for name, tensor in exported.items()},
-                           {name: tensor for name, tensor in state.items() if name.startswith("ema.low.")})  # fmt: skip
+                           {name: tensor for name, tensor in state.items() if name.startswith("ema.low.")})
     # and the average is that of the parameters after each step
     name = "high.proj_out.weight"
     original = safetensors.torch.load_file(world / "i2v/transformer/diffusion_pytorch_model.safetensors")
@@ -182,7 +183,7 @@ def test_interrupted_at_every_step_equals_uninterrupted_bit_for_bit(train, strai
             printed = train()[1]
         assert f"step {step:04d}/6" in printed and "stopped: SIGTERM" in printed
         assert (f"resumed    {tmp_path}/out/ckpt/step_{step - 1:06d}: step {step - 1}, " in printed) == (step > 1)
-        assert fsdp.checkpoints(tmp_path / "out")[-1].endswith(f"step_{step:06d}")
+        assert checkpoints.saved_in(tmp_path / "out")[-1].endswith(f"step_{step:06d}")
         assert_same_checkpoint(tensors_of(tmp_path / "out", step), tensors_of(straight, step))
     assert not (tmp_path / "out/model").exists()
     assert [row["step"] for row in eval_rows(tmp_path / "out")] == [0, 3]  # that of step 3 came after the resumption
@@ -255,8 +256,8 @@ def test_gradient_accumulation_and_reading_again_change_nothing(train, straight,
 
 def test_what_the_loss_is_given(world, train, monkeypatch, tmp_path):
     """Clips of the batch in order, their prompts or the empty one, sigmas in the expert's range, fresh noise."""
-    calls, error = [], validate.velocity_error
-    monkeypatch.setattr(validate, "velocity_error", lambda wan, *args: calls.append(args) or error(wan, *args))
+    calls, error = [], wan_model.flow_matching_loss
+    monkeypatch.setattr(wan_model, "flow_matching_loss", lambda wan, *args: calls.append(args) or error(wan, *args))
     for dropout in (0, 1):
         calls.clear()
         names = train(**SHORTEST | dict(text_dropout=dropout, out_dir=tmp_path / str(dropout)))[0]
@@ -281,11 +282,11 @@ def test_noise_levels_follow_the_shifted_uniform_distribution(position):
     """The expert's draw and then the sample's: together u is uniform, for the first sample of a batch too."""
     levels = {"high": [], "low": []}
     for step in range(3000):
-        expert = rollout.draw_expert(("high", "low"), 0.9, 5.0, 0, step)
-        sigma = rollout.draw_sigma(expert, 0.9, 5.0, rollout.seeded("cpu", 0, step, position))
-        levels[expert].append(rollout.unshift_sigma(sigma.double().item(), 5.0))
+        expert = flow.draw_expert(("high", "low"), 0.9, 5.0, 0, step)
+        sigma = flow.draw_sigma(expert, 0.9, 5.0, flow.seeded("cpu", 0, step, position))
+        levels[expert].append(flow.unshift_sigma(sigma.double().item(), 5.0))
     share = len(levels["high"]) / 3000
-    assert abs(share - rollout.expert_share("high", 0.9, 5.0)) < 3 * (0.357 * 0.643 / 3000) ** 0.5
+    assert abs(share - flow.expert_share("high", 0.9, 5.0)) < 3 * (0.357 * 0.643 / 3000) ** 0.5
     both = np.sort(levels["high"] + levels["low"])
     assert np.abs(both - (np.arange(3000) + 0.5) / 3000).max() < 1.63 / 3000**0.5  # Kolmogorov-Smirnov, 1 %
 
@@ -305,7 +306,8 @@ def test_a_non_finite_step_is_skipped_and_several_end_the_run(world, train, tmp_
     _, printed = train(**poison, batch_size=4, max_steps=8, eval_interval=0)
     rows = train_rows(tmp_path / "out")
     assert [row["step"] - 1 for row in rows if row["loss"] is None] == bad
-    assert rows[-1]["skipped_steps"] == fsdp.read_meta(tmp_path / "out/ckpt/step_000008")["skipped_steps"] == len(bad)
+    meta = checkpoints.read_meta(tmp_path / "out/ckpt/step_000008")
+    assert rows[-1]["skipped_steps"] == meta["skipped_steps"] == len(bad)
     for step in bad:
         assert f"step {step + 1}: loss nan, gradient norm nan: skipped on all ranks; not finite: {key}\n" in printed
         if step:
@@ -321,7 +323,7 @@ def test_a_non_finite_step_is_skipped_and_several_end_the_run(world, train, tmp_
 def test_a_file_that_cannot_be_read_later_loses_nothing(world, train, tmp_path):
     shutil.copytree(world / "cache_i2v", tmp_path / "cache")
     settings = SHORT | dict(cache_dir=tmp_path / "cache", keep_in_memory=False, save_interval=0, eval_interval=0,
-                            batch_size=4, num_val_videos=0)  # fmt: skip
+                            batch_size=4, num_val_videos=0)
     cache = train(**settings | dict(max_steps=1, out_dir=tmp_path / "first"))[0]["cache"]
     batches = [latent_cache.batch_indices(len(cache.train), 4, step, 0) for step in range(6)]
     step, clip = next((step, i) for step in (3, 4) for i in batches[step] if not any(i in b for b in batches[:step]))
@@ -330,7 +332,7 @@ def test_a_file_that_cannot_be_read_later_loses_nothing(world, train, tmp_path):
     path.write_bytes(whole[:50])
     line = refusal("train_i2v_sft.py", **paths(world) | settings, out_dir=tmp_path / "out")
     assert path.name in line and line.endswith("delete it and run prepare_robocasa.py again")
-    assert [path[-6:] for path in fsdp.checkpoints(tmp_path / "out")] == [f"{step:06d}"]
+    assert [path[-6:] for path in checkpoints.saved_in(tmp_path / "out")] == [f"{step:06d}"]
     path.write_bytes(whole)
     train(**settings)
     train(**settings, out_dir=tmp_path / "uninterrupted")
@@ -369,13 +371,13 @@ def test_pointmaps_low_precision_and_checkpointing(train, tmp_path):
     """HCPT with LoRA in bf16: the grid is twice as high, points are scored in mm, recomputation changes nothing."""
     for checkpointing in ("none", "selective"):
         names, printed = train(pointmaps=True, dtype="bfloat16", lora_rank=4, checkpointing=checkpointing, ema_decay=0,
-                               max_steps=4, eval_interval=0, out_dir=tmp_path / checkpointing)  # fmt: skip
+                               max_steps=4, eval_interval=0, out_dir=tmp_path / checkpointing)
         assert "latents (16, 2, 8, 8), 32 tokens a clip" in printed
         assert {p.dtype for p in names["parameters"].values()} == {torch.float32}
         assert {p.dtype for p in names["wan"].experts["low"].parameters()} == {torch.float32, torch.bfloat16}
         row = eval_rows(tmp_path / checkpointing)[-1]
         assert row["point_mm"] > row["point_median_mm"] > row["point_floor_mm"] > 0
-        assert len(fsdp.read_meta(tmp_path / checkpointing / "ckpt/step_000004")["box"]) == 6
+        assert len(checkpoints.read_meta(tmp_path / checkpointing / "ckpt/step_000004")["box"]) == 6
     assert_same_checkpoint(tensors_of(tmp_path / "none", 4), tensors_of(tmp_path / "selective", 4))
 
 
@@ -413,7 +415,7 @@ def test_lora_run_exports_adapters_and_another_starts_from_them(world, train, st
 
 def test_sample_makes_the_same_video_from_model_lora_and_checkpoint(world, straight, straight_lora, tmp_path):
     common = dict(data=world / "robot.hdf5", demo="demo_23", num_inference_steps=3, guidance_scale=2.0,
-                  guidance_scale_2=1.0, seed=4)  # fmt: skip
+                  guidance_scale_2=1.0, seed=4)
 
     def sample(name, **settings):
         names, printed = script("sample.py", **common | dict(model=world / "i2v", out=tmp_path / name) | settings)
@@ -479,7 +481,7 @@ def test_files_cut_short_are_one_line(world, straight_lora, tmp_path):
     adapter = tmp_path / "lora/low_noise.safetensors"
     os.truncate(adapter, 1000)
     for line in (refusal("train_i2v_sft.py", **base | dict(init_lora=tmp_path / "lora")),
-                 refusal("sample.py", **demo | dict(lora=tmp_path / "lora"))):  # fmt: skip
+                 refusal("sample.py", **demo | dict(lora=tmp_path / "lora"))):
         assert f"{adapter}: can't read its adapter (SafetensorError(" in line
     base |= dict(model=tmp_path / "model")
     weights = tmp_path / "model/transformer_2/diffusion_pytorch_model.safetensors"
@@ -508,7 +510,7 @@ def test_bench_prints_the_table_and_computes_what_the_baseline_computes():
     assert "2 tokens, batch 1 a GPU, LoRA rank 2, 1 x CPU" in printed
     assert sum(" s\n" in line + "\n" and "checkpointing" in line for line in printed.splitlines()) == 2
     assert names["flops"] == pytest.approx(4 * 2 * (6 * 1536**2 + 2 * 1536 * 8960) + 4 * 512 * 2 * 1536**2
-                                           + 6 * 2 * (2 + 512) * 2 * 1536)  # fmt: skip
+                                           + 6 * 2 * (2 + 512) * 2 * 1536)
     for change, words in [
         (dict(cell_height=20), "cell_height=20: want a multiple of 16"),
         (dict(model="random:a"), "random:a: want random: and one of i2v-a14b"),
@@ -598,7 +600,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         assert words in refusal("train_i2v_sft.py", **base | change), change
         assert not out_dir.exists()
     assert "typo.py:2: max_stepz is not a setting of train_i2v_sft.py; the nearest is max_steps" in refusal(
-        "train_i2v_sft.py", tmp_path / "typo/typo.py", **base)  # fmt: skip
+        "train_i2v_sft.py", tmp_path / "typo/typo.py", **base)
     (tmp_path / "file").write_text("")
     assert "cannot write there" in refusal("train_i2v_sft.py", **base | dict(out_dir=tmp_path / "file/out"))
 
@@ -656,7 +658,7 @@ def worker(file):
     """What each of two ranks does under torchrun: the runs of a JSON file, one process group each; rank 0 tells."""
     rank, endings = int(os.environ["RANK"]), []
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # a store for each run, not torchrun's one for all
-    draw, write = rollout.draw_expert, fsdp.HuggingFaceStorageWriter.write_data
+    draw, write = flow.draw_expert, checkpoints.HuggingFaceStorageWriter.write_data
     for i, run in enumerate(json.loads(Path(file).read_text())):
         os.environ["MASTER_PORT"] = str(run["port"])
 
@@ -673,7 +675,7 @@ def worker(file):
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(writer, *args)
 
-        rollout.draw_expert, fsdp.HuggingFaceStorageWriter.write_data = draw_and_log, die_or_write
+        flow.draw_expert, checkpoints.HuggingFaceStorageWriter.write_data = draw_and_log, die_or_write
         try:
             ending = script("train_i2v_sft.py", **run["settings"])[1]
         except (UserError, SystemExit) as error:
@@ -702,7 +704,7 @@ def test_real_launches(world, straight, straight_lora, tmp_path, monkeypatch):
 
     def start(command, settings):
         return subprocess.Popen([*command, *flags(settings)], cwd=tmp_path, env=ENVIRONMENT, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     single = [sys.executable, str(REPOSITORY / "train_i2v_sft.py"), "config.py"]
     together = start([*TORCHRUN, __file__, tmp_path / "runs"], {})
@@ -713,10 +715,10 @@ def test_real_launches(world, straight, straight_lora, tmp_path, monkeypatch):
     wrong = start(single, dict(batch_sizes=3))
     out, err = stopped.communicate(timeout=120)
     assert stopped.returncode == 0 and "stopped: SIGTERM; the same command resumes" in out, err
-    last = fsdp.checkpoints(tmp_path / "stopped")
-    assert len(last) == 1 and fsdp.read_meta(last[0])["step"] >= 3
+    last = checkpoints.saved_in(tmp_path / "stopped")
+    assert len(last) == 1 and checkpoints.read_meta(last[0])["step"] >= 3
     rows = train_rows(tmp_path / "stopped")
-    assert [row["step"] for row in rows] == list(range(1, fsdp.read_meta(last[0])["step"] + 1))
+    assert [row["step"] for row in rows] == list(range(1, checkpoints.read_meta(last[0])["step"] + 1))
     out, err = wrong.communicate(timeout=120)
     assert wrong.returncode == 1 and out == ""
     assert err == "error: --batch_sizes is not a setting of train_i2v_sft.py; the nearest is batch_size\n"
@@ -755,7 +757,7 @@ def test_real_launches(world, straight, straight_lora, tmp_path, monkeypatch):
         assert_same_rows(train_rows(folder), train_rows(straight_lora), 1e-4)
         for expert in ("high", "low"):
             found, wanted = (safetensors.torch.load_file(at / f"lora/{expert}_noise.safetensors")
-                             for at in (folder, straight_lora))  # fmt: skip
+                             for at in (folder, straight_lora))
             assert max((found[name] - wanted[name]).norm() / wanted[name].norm() for name in wanted) < 1e-2
 
     # more clips than windows, found by both ranks, said by one

@@ -8,8 +8,10 @@ from PIL import Image
 
 import data as robot_data
 import encoders
+import flow
+import fsdp
 import model as wan_model
-import rollout
+import sampler
 import tiny
 import validate
 import video
@@ -18,14 +20,14 @@ VIEWS = ("robot0_agentview_left", "robot0_agentview_right")
 CONFIG = dict(
     batch_size=2, num_val_windows=5, val_sigmas=3, shift=5.0, seed=4, clamp_first_frame=True, num_frames=5, fps=8,
     cell_height=16, cell_width=16, num_val_videos=3, num_inference_steps=4, guidance_scale=2.0, guidance_scale_2=1.0,
-)  # fmt: skip
+)
 
 
 def with_experts(kind, *functions):
     """A Wan whose experts are functions of (input, timestep, text) -> velocity."""
     names = ("high", "low") if len(functions) == 2 else ("single",)
     experts = {name: lambda x, timestep, text, return_dict, f=f: (f(x, timestep, text),)
-               for name, f in zip(names, functions, strict=True)}  # fmt: skip
+               for name, f in zip(names, functions, strict=True)}
     return wan_model.Wan("", kind, names, 0.9 if len(names) == 2 else None, {}, experts=experts)
 
 
@@ -36,7 +38,7 @@ def with_experts(kind, *functions):
 @pytest.mark.parametrize("num_items", [1, 3, 7])
 def test_every_item_counts_once(num_items, world_size):
     """And every rank has as many, real or repeated: no collective call waits for ever."""
-    shares = [validate.share_out(num_items, rank, world_size) for rank in range(world_size)]
+    shares = [fsdp.share_out(num_items, rank, world_size) for rank in range(world_size)]
     assert {len(items) for items, _ in shares} == {math.ceil(num_items / world_size)}
     assert all(len(items) == len(weights) and set(weights) <= {0.0, 1.0} for items, weights in shares)
     counted = sorted(item for items, weights in shares for item, weight in zip(items, weights, strict=True) if weight)
@@ -54,7 +56,7 @@ def test_loss_is_the_formula(kind, gives):
     sigma = torch.tensor([0.95, 0.3])
     seen = []
     wan = with_experts(kind, lambda x, timestep, text: seen.append(x[:, :16]) or velocity)
-    loss = validate.velocity_error(wan, latents, noise, sigma, condition, torch.zeros(2, 1, 1))
+    loss = wan_model.flow_matching_loss(wan, latents, noise, sigma, condition, torch.zeros(2, 1, 1))
 
     first = 1 if gives and kind != "i2v" else 0  # the first frame that is generated
     squared = (velocity.double() - (noise.double() - latents.double()))[:, :, first:] ** 2
@@ -67,7 +69,7 @@ def test_loss_is_the_formula(kind, gives):
         assert torch.equal(seen[0][:, :, :1], condition)
 
     velocity[:, :, 0] += 100  # what the model says of a given frame is no error
-    again = validate.velocity_error(wan, latents, noise, sigma, condition, torch.zeros(2, 1, 1))
+    again = wan_model.flow_matching_loss(wan, latents, noise, sigma, condition, torch.zeros(2, 1, 1))
     assert torch.equal(again, loss) == bool(first)
 
 
@@ -76,7 +78,7 @@ def test_loss_has_gradients():
     latents, noise = torch.randn(2, 1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
     wan = with_experts("i2v", lambda x, timestep, text: weight * torch.ones_like(x[:, :16]))
     condition, text = torch.zeros(1, 16, 2, 2, 2), torch.zeros(1, 1, 1)
-    validate.velocity_error(wan, latents, noise, torch.tensor([0.5]), condition, text).sum().backward()
+    wan_model.flow_matching_loss(wan, latents, noise, torch.tensor([0.5]), condition, text).sum().backward()
     torch.testing.assert_close(weight.grad, 2 * (0.5 - (noise - latents)).mean())
 
 
@@ -104,11 +106,11 @@ def test_held_out_loss_is_the_mean_over_clips_and_bins():
     losses = validate.held_out_loss(wan, cache, both, CONFIG, 0, 1, "cpu")
     expected = {}
     for expert in ("high", "low"):
-        for sigma in rollout.bin_sigmas(expert, 0.9, 5.0, 3).tolist():
+        for sigma in flow.bin_sigmas(expert, 0.9, 5.0, 3).tolist():
             errors = []
             for item in range(5):
                 x0 = cache.latents[item].double()
-                noise = rollout.randn(x0.shape, 4, validate.VALIDATION, item).double()
+                noise = flow.randn(x0.shape, 4, flow.VALIDATION, item).double()
                 scale = 1 + cache.text[item % 2].double().mean() if expert == "high" else 0
                 errors.append((scale * ((1 - sigma) * x0 + sigma * noise) - (noise - x0)).square().mean().item())
             expected[f"val_loss/sigma {sigma:.3f}"] = np.mean(errors)
@@ -132,9 +134,9 @@ def test_held_out_loss_with_bins_too_near_to_tell_apart():
     losses = validate.held_out_loss(wan, cache, ("high",), config, 0, 1, "cpu")
     assert len(losses) < 21
     each = []
-    for sigma in rollout.bin_sigmas("high", 0.9, 1000.0, 20).tolist():
+    for sigma in flow.bin_sigmas("high", 0.9, 1000.0, 20).tolist():
         for item in range(5):
-            x0, noise = cache.latents[item], rollout.randn((16, 2, 4, 4), 4, validate.VALIDATION, item)
+            x0, noise = cache.latents[item], flow.randn((16, 2, 4, 4), 4, flow.VALIDATION, item)
             each.append(((1 - sigma) * x0 + sigma * noise - (noise - x0)).square().mean().item())
     assert losses["val_loss/high"] == pytest.approx(np.mean(each), rel=1e-5)
 
@@ -211,7 +213,7 @@ def world(checkpoints, tmp_path_factory):
     cache = SimpleNamespace(
         val=windows, sample=sample, text=torch.zeros(2, 3, 8), negative_index=1,
         box=box, views=VIEWS, modalities=["rgb", "pointmap"], floor_mm={"mean": 1.5, "median": 1.0},
-    )  # fmt: skip
+    )
     return demos, cache, vae
 
 
@@ -271,7 +273,7 @@ def test_videos_of_a_perfect_model_score_the_vaes_round_trip(world, checkpoints,
 def test_cells_are_decoded_alone(world):
     _, cache, vae = world
     latents = cache.sample(cache.val[0])["latents"]
-    cells = validate.decode_cells(vae, latents, cache.modalities, VIEWS)
+    cells = sampler.decode_cells(vae, latents, cache.modalities, VIEWS)
     assert list(cells) == [(modality, view) for modality in ("rgb", "pointmap") for view in VIEWS]
     torch.testing.assert_close(cells["pointmap", VIEWS[0]], encoders.decode(vae, latents[None, :, :, 4:, :4])[0])
     torch.testing.assert_close(cells["rgb", VIEWS[1]], encoders.decode(vae, latents[None, :, :, :4, 4:])[0])

@@ -1,23 +1,14 @@
-import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from video import contact_sheet, psnr, ssim, to_uint8, write_mp4
+from guard import UserError
+from video import contact_sheet, psnr, read_mp4, ssim, to_uint8, write_mp4
 
 
 def noise(*shape, seed=0):
     return np.random.default_rng(seed).random(shape)
-
-
-def read_mp4(path):
-    """mp4 -> fps, uint8 frames f h w 3."""
-    reader = imageio_ffmpeg.read_frames(path)
-    info = next(reader)
-    width, height = info["size"]
-    frames = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
-    return info["fps"], np.stack(frames)
 
 
 def smooth_video(num_frames, height, width):
@@ -43,12 +34,26 @@ def test_to_uint8_rounds_and_moves_channels_last():
 def test_mp4_round_trip(tmp_path, capfd, caplog, size, written):
     frames = smooth_video(5, *size)
     path = write_mp4(tmp_path / "new" / "video.mp4", frames, fps=12)
-    fps, read = read_mp4(path)
+    read, fps = read_mp4(path)
     factor = round(written[0] / size[0])
-    assert fps == 12 and read.shape == (5, *written, 3)
+    assert fps == 12 and read.shape == (5, *written, 3) and read.dtype == np.uint8
     centres = read[:, factor // 2 :: factor, factor // 2 :: factor][:, : size[0], : size[1]]
     assert psnr(centres, frames) > 35
     assert capfd.readouterr() == ("", "") and not caplog.records  # neither ffmpeg nor imageio warns
+
+
+@pytest.mark.parametrize("content", [b"", b"some text\n" * 100, "half"])
+def test_what_is_no_mp4(tmp_path, monkeypatch, content):
+    """One line; and a name that ffmpeg would take for an address is read."""
+    monkeypatch.chdir(tmp_path)
+    whole = write_mp4(tmp_path / "whole.mp4", smooth_video(3, 32, 32), fps=8).rename("ball:left.mp4")
+    assert read_mp4(whole)[0].shape == (3, 256, 256, 3)
+    (tmp_path / "broken.mp4").write_bytes(whole.read_bytes()[:500] if content == "half" else content)
+    with pytest.raises(UserError, match="^broken.mp4: ffmpeg finds no video in it, want an mp4$"):
+        read_mp4("broken.mp4")
+    for path in ("none.mp4", tmp_path):
+        with pytest.raises(UserError, match=f"^{path}: no such file, want a video$"):
+            read_mp4(path)
 
 
 def test_contact_sheet(tmp_path):
@@ -64,7 +69,7 @@ def test_contact_sheet(tmp_path):
 def test_contact_sheet_with_a_title(tmp_path):
     frames = np.full((2, 16, 64, 3), 200, np.uint8)
     plain, titled = (Image.open(contact_sheet(tmp_path / f"{title}_.png", [("a", frames)], title=title))
-                     for title in ("", "one"))  # fmt: skip
+                     for title in ("", "one"))
     assert (titled.width, titled.height) == (plain.width, plain.height + 20)
     assert (np.asarray(titled)[20:] == np.asarray(plain)).all() and (np.asarray(titled)[:20] < 128).any()
 

@@ -1,0 +1,163 @@
+"""Checkpoints of a run: what training changes, written whole or not at all, and read back on any number of ranks.
+
+They are torch.distributed.checkpoint's, in safetensors files (no pickle) with a meta.json: saved on N ranks, loaded
+on M.
+"""
+
+import glob
+import json
+import os
+import re
+import shutil
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from fsdp import all_ranks_agree, is_first
+from guard import UserError, remove_folder, replace_folder
+
+
+def training_tensors(parameters, optimizer, ema, saved=None):
+    """Everything a step changes, as one flat {name: tensor}: parameters, AdamW's moments and counts, EMA.
+
+    saved: names that a checkpoint holds; the optimizer state among them is allocated so that it can be loaded into.
+    """
+    tensors = {f"parameter.{name}": parameter.detach() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        if saved is not None and f"optimizer.{name}.exp_avg" in saved:
+            moments = dict(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            count = torch.zeros((), device=parameter.device if optimizer.defaults["fused"] else "cpu")
+            optimizer.state[parameter] = dict(step=count, **moments)
+        for key, tensor in optimizer.state.get(parameter, {}).items():  # an expert not drawn so far has none
+            tensors[f"optimizer.{name}.{key}"] = tensor
+    if ema is not None:
+        tensors |= {f"ema.{name}": tensor for name, tensor in ema.shadow.items()}
+    return tensors
+
+
+def saved_in(out_dir):
+    """Whole checkpoints of a run, oldest first: [out_dir/ckpt/step_000120, ...]."""
+    folder = os.path.join(out_dir, "ckpt")
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"step_\d{6,}", name)] if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name.removeprefix("step_")))]
+
+
+def to_resume(out_dir, resume):
+    """-> the last whole checkpoint of out_dir, or None for a new run."""
+    found = saved_in(out_dir)
+    if found and not resume:
+        raise UserError(f"resume=False: {out_dir} holds {os.path.basename(found[-1])}: choose another out_dir")
+    return found[-1] if found else None
+
+
+def check_same_config(checkpoint, saved, current, may_change):
+    """UserError naming the settings in which a checkpoint's config differs from the current one.
+
+    -> those that differ and may, for the user to see: "fps 8 -> 9, num_val_videos 2 -> 0", or "nothing".
+    """
+    current = json.loads(json.dumps(current))  # as saved: tuples are lists there
+    current = {name: value for name, value in current.items() if name in saved or not name.startswith("content of ")}
+    changes = {name: f"{name} {saved.get(name)!r} -> {current.get(name)!r}"
+               for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)}
+    refused = ", ".join(change for name, change in changes.items() if name not in may_change)
+    if refused:
+        raise UserError(f"{checkpoint} was made with another config ({refused}): use another out_dir or the old values")
+    return ", ".join(changes.values()) or "nothing"
+
+
+@contextmanager
+def one_line_if_disk_fails(final, temporary):
+    """Where a rank cannot write a checkpoint all end with one line, and what was written of it is removed."""
+    with all_ranks_agree():
+        try:
+            yield
+        except (OSError, CheckpointException) as error:  # DCP raises one rank's failure on all
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(reason, KeyboardInterrupt):
+                raise reason from None  # a second Ctrl-C, not the disk
+            kept = "the last whole one is kept; free some space and resume"
+            raise UserError(f"checkpoint {final}: {reason}: {kept}") from None
+
+
+def save(out_dir, step, tensors, meta, keep_last):
+    """Write out_dir/ckpt/step_NNNNNN: each rank its shards, then meta.json, then one rename. Collective.
+
+    A kill at any moment leaves the previous checkpoint or this one, never a part: the name appears only after every
+    rank has written its last byte and all agree that none failed.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    folder = os.path.join(out_dir, "ckpt")
+    final = os.path.join(folder, f"step_{step:06d}")
+    temporary = os.path.join(folder, f"tmp_{step:06d}")
+    with one_line_if_disk_fails(final, temporary):
+        if rank == 0:
+            for left_by_a_kill in glob.glob(os.path.join(glob.escape(folder), "tmp_*")):
+                shutil.rmtree(left_by_a_kill)
+            os.makedirs(temporary)
+    with one_line_if_disk_fails(final, temporary):
+        writer = HuggingFaceStorageWriter(temporary, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    with one_line_if_disk_fails(final, temporary):
+        if rank == 0:
+            with open(os.path.join(temporary, "meta.json"), "w") as file:
+                sizes = {name: os.path.getsize(os.path.join(temporary, name)) for name in sorted(os.listdir(temporary))
+                         if name.endswith(".safetensors")}
+                json.dump(meta | {"files": sizes}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            replace_folder(temporary, final)
+            for old in saved_in(out_dir)[:-keep_last] if keep_last > 0 else []:
+                remove_folder(old)
+
+
+@contextmanager
+def saving(save, out_dir, start_step, step):
+    """Where the inside fails, all ranks save what was trained before they stop.
+
+    save: step -> None, collective; start_step: where this run began, which is saved or nothing. Collective.
+    """
+    try:
+        yield
+    except (UserError, SystemExit):
+        if step > start_step:
+            save(step)
+            if is_first():
+                print(f"saved      {out_dir}/ckpt/step_{step:06d}: the same command resumes", flush=True)
+        raise
+
+
+@contextmanager
+def one_line_if_damaged(path):
+    """Our own writes leave no half checkpoint, but copies of them may be cut short."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"checkpoint {path} is damaged ({error}): remove it to go on from the one before") from None
+
+
+def read_meta(path):
+    """What save was given as meta. UserError unless all shards are there: DCP would load what it finds."""
+    with one_line_if_damaged(path):
+        with open(os.path.join(path, "meta.json")) as file:
+            meta = json.load(file)
+        for name, size in meta.pop("files", {}).items():
+            if (there := os.path.getsize(os.path.join(path, name))) != size:
+                raise ValueError(f"{name}: {there} bytes, want {size}")
+    return meta
+
+
+def saved_names(path):
+    """Names of the tensors in a checkpoint, from the safetensors headers."""
+    with one_line_if_damaged(path):
+        return set(HuggingFaceStorageReader(path).read_metadata().state_dict_metadata)
+
+
+def load(path, tensors):
+    """Fill tensors in place from a checkpoint written by any number of ranks. Collective."""
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path), no_dist=not dist.is_initialized())
