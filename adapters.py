@@ -139,3 +139,34 @@ def load_lora(transformer, tensors, source):
                         f"the first is {differing[0]}: use the rank and targets it was trained with")
     for name, parameter in parameters.items():
         parameter.data.copy_(tensors[name])
+
+
+def linear_shapes(config):
+    """{"blocks.0.attn1.to_q": (out, in)} of a transformer's linear layers, from its config alone."""
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel.from_config(config)
+    return {name: tuple(module.weight.shape) for name, module in transformer.named_modules()
+            if isinstance(module, torch.nn.Linear)}
+
+
+def check_layers(tensors, shapes):
+    """UserError unless each layer's lora_A (r, in) and lora_B (out, r) are there, fit it, and are finite.
+
+    The server would skip an unknown name, drop an A without its B, and break at a wrong shape.
+    """
+    layers = {name.rsplit(".lora_", 1)[0] for name in tensors}
+    if unknown := sorted(layers - shapes.keys()):
+        raise UserError(f"LoRA for the server: no linear layer {unknown[0]} in the model")
+    if embedders := sorted(layer for layer in layers if "embedder" in layer):
+        raise UserError(f"LoRA for the server: SGLang adapts no embedder such as {embedders[0]}: leave it out of "
+                        "lora_targets")
+    for layer in sorted(layers):
+        a, b = (tensors.get(f"{layer}.lora_{side}.weight") for side in "AB")
+        if a is None or b is None:
+            raise UserError(f"LoRA for the server: {layer} has no lora_{'A' if a is None else 'B'}")
+        rows, columns = shapes[layer]
+        if a.ndim != 2 or a.shape[1] != columns or tuple(b.shape) != (rows, len(a)):
+            raise UserError(f"LoRA for the server: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, "
+                            f"want (r, {columns}) and ({rows}, r)")
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise UserError(f"LoRA for the server: {layer} has NaN or infinity")

@@ -68,7 +68,7 @@ def synchronize():
 def measure(plain):
     """-> (seconds of each timed step, peak GiB, seconds of the first step)."""
     for expert in wan.expert_names:
-        transformer = wan_model.load_expert(wan, expert, device, 0, True, lora_rank, lora_rank, lora_targets)
+        transformer = wan_model.load_expert(wan, device, 0, lora_rank, lora_rank, lora_targets, "", expert)
         if plain:
             transformer.enable_gradient_checkpointing()
         else:

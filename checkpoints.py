@@ -18,13 +18,14 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from fsdp import all_ranks_agree, is_first
-from guard import UserError, remove_folder, replace_folder
+from fsdp import all_ranks_agree, say
+from guard import Diverged, UserError, remove_folder, replace_folder
 
 
-def training_tensors(parameters, optimizer, ema, saved=None):
-    """Everything a step changes, as one flat {name: tensor}: parameters, AdamW's moments and counts, EMA.
+def training_tensors(parameters, optimizer, averages, saved=None):
+    """Everything a step changes, as one flat {name: tensor}: parameters, AdamW's moments and counts, averages.
 
+    averages: {prefix of the names: {name: tensor}}, such as {"ema": ema.shadow}, or of an old policy;
     saved: names that a checkpoint holds; the optimizer state among them is allocated so that it can be loaded into.
     """
     tensors = {f"parameter.{name}": parameter.detach() for name, parameter in parameters.items()}
@@ -35,8 +36,8 @@ def training_tensors(parameters, optimizer, ema, saved=None):
             optimizer.state[parameter] = dict(step=count, **moments)
         for key, tensor in optimizer.state.get(parameter, {}).items():  # an expert not drawn so far has none
             tensors[f"optimizer.{name}.{key}"] = tensor
-    if ema is not None:
-        tensors |= {f"ema.{name}": tensor for name, tensor in ema.shadow.items()}
+    for prefix, average in averages.items():
+        tensors |= {f"{prefix}.{name}": tensor for name, tensor in average.items()}
     return tensors
 
 
@@ -124,11 +125,10 @@ def saving(save, out_dir, start_step, step):
     """
     try:
         yield
-    except (UserError, SystemExit):
-        if step > start_step:
+    except UserError as error:
+        if step > start_step and not isinstance(error, Diverged):
             save(step)
-            if is_first():
-                print(f"saved      {out_dir}/ckpt/step_{step:06d}: the same command resumes", flush=True)
+            say(f"saved      {out_dir}/ckpt/step_{step:06d}: the same command resumes")
         raise
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from guard import UserError, release_folders
+from guard import Diverged, UserError, release_folders
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
@@ -69,9 +69,20 @@ def init(device="auto"):
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def place():
+    """-> (rank, world_size) of this process."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def is_first():
     """Whether this process is rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return place()[0] == 0
+
+
+def say(line):
+    """Print a line, once for all ranks."""
+    if is_first():
+        print(line, flush=True)
 
 
 def share_out(num_items, rank, world_size):
@@ -115,22 +126,24 @@ def reduce_max(values):
 @contextmanager
 def all_ranks_agree():
     """A UserError in the body on any rank ends all of them, with the message of the first: nobody is left waiting."""
-    message = ""
+    kind, message = UserError, ""
     try:
         yield
     except UserError as error:
-        message = str(error)
+        kind, message = type(error), str(error)
     if dist.is_initialized():
         bytes_ = torch.zeros(dist.get_world_size(), 2000, dtype=torch.uint8)
-        encoded = torch.frombuffer(bytearray(message.encode()[:2000]) or bytearray(1), dtype=torch.uint8)
+        text = f"{kind.__name__} {message}" if message else "\0"
+        encoded = torch.frombuffer(bytearray(text.encode()[:2000]), dtype=torch.uint8)
         bytes_[dist.get_rank(), : len(encoded)] = encoded
         dist.all_reduce(bytes_)
         messages = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in bytes_.numpy()]
-        message = next((m for m in messages if m), "")
-        if message and dist.get_rank() > 0:
-            raise SystemExit(1)  # rank 0 says it
+        name, _, message = next((m for m in messages if m), "").partition(" ")
+        kind = Diverged if name == "Diverged" else UserError
     if message:
-        raise UserError(message)
+        error = kind(message)
+        error.told = not is_first()  # rank 0 says it
+        raise error
 
 
 class Stop:
@@ -239,6 +252,16 @@ def shard(transformer, mesh):
     return transformer
 
 
+def load_sharded(experts, load, mesh, checkpointing="none", compile_blocks=False):
+    """{expert: its transformer, wrapped and sharded}; load: expert -> transformer, UserError ends all ranks."""
+    sharded = {}
+    for expert in experts:
+        with all_ranks_agree():
+            transformer = load(expert=expert)
+        sharded[expert] = shard(wrap_blocks(transformer, checkpointing, compile_blocks), mesh)
+    return sharded
+
+
 def full_tensor(tensor):
     """The whole of a tensor that may be sharded. Collective: all ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -264,14 +287,14 @@ def gather(tensors, wanted=None):
 
 @contextmanager
 def swapped_in(parameters, values):
-    """Inside, parameters {name: p} have other values {name: tensor, or None for 0}.
+    """Inside, parameters {name: p} have other values {name: tensor, or one number for all}.
 
     Not between a forward and its backward, which would use what is no longer there.
     """
     with torch.no_grad():
         kept = {name: parameters[name].detach().clone() for name in values}
         for name, value in values.items():
-            parameters[name].zero_() if value is None else parameters[name].copy_(value)
+            parameters[name].copy_(value) if torch.is_tensor(value) else parameters[name].fill_(value)
     try:
         yield
     finally:
@@ -295,4 +318,3 @@ class EMA:
     def swapped_in(self):
         """Inside, the parameters are the average."""
         return swapped_in(self.parameters, self.shadow)
-

@@ -4,7 +4,9 @@ import math
 
 import torch
 
+import cost
 import fsdp
+import model
 import rollout
 from configurator import check_values
 from guard import UserError
@@ -54,15 +56,54 @@ def check_settings(config, world_size):
                         "rollout_batch videos x num_sde_steps")
 
 
-def check_first_ratio(log_prob_of, transitions, clip_range, sampler_drift):
+def describe_run(config, policy, latent_shape, guidance, sigmas, device, world_size):
+    """Lines that tell what will run, before any weight is loaded."""
+    c, tokens = config, cost.num_tokens(latent_shape)
+    yield (f"model      {c['model']}: {policy.kind}, {len(policy.expert_names)} x "
+           f"{cost.count_parameters(policy.config):,} parameters, boundary {policy.boundary_ratio}, guidance "
+           f"{guidance['guidance_scale']:g} (high) {guidance['guidance_scale_2']:g} (low)")
+    num_passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
+    estimate = cost.estimate_memory(
+        policy.config, tokens * c["rollout_batch"] * num_passes, len(policy.expert_names),
+        world_size // c["dp_replicate"], policy.dtype, c["lora_rank"], c["lora_targets"], c["checkpointing"],
+        c["ema_decay"] > 0, reference=c["kl_beta"] > 0 and not c["lora_rank"])
+    yield (f"memory     about {sum(estimate.values()):.1f} GiB a GPU in training, without VAE and rewards: weights "
+           f"{estimate['weights']:.1f}, trained state {estimate['state']:.1f}, activations "
+           f"{estimate['activations']:.1f}")
+    if device.type == "cuda" and sum(estimate.values()) > torch.cuda.get_device_properties(device).total_memory / 2**30:
+        yield "warning    that is more than the GPU has: lower rollout_batch, set checkpointing=full, or use more GPUs"
+    yield (f"grid       {c['num_steps']} steps, shift {c['shift']:g}: "
+           + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
+    yield (f"rollout    {c['prompts_per_iteration']} prompts x {c['group_size']}, {c['law']} at noise level "
+           f"{c['noise_level']:g} in {c['num_sde_steps']} steps of {c['sde_window']}, {tokens:,} tokens a video, "
+           f"{c['prompts_per_iteration'] * c['group_size'] // world_size} videos a rank")
+
+
+def self_check(policy, parameters, before_training, record, sigmas, distribution, config, drift):
+    """Before the first update of a run: do the rollout's policy, the trainer's and the reference fit together?
+
+    distribution: (record, step) -> rollout.Distribution under the policy as it is then. Prints; raises. Collective.
+    """
+    fsdp.say(f"self-check {config['prompts_per_iteration']} different prompts, whole groups of {config['group_size']}"
+             + (", the given frame unchanged" if policy.kind == "ti2v" else ""))
+    fsdp.say(check_first_ratio(lambda step: distribution(record, step).log_prob, record.steps, config["clip_range"],
+                               drift))
+    if before_training:
+        step = record.steps[0]
+        expert = model.route(policy.boundary_ratio, sigmas[step.index].view(1))
+        ours = {name: value for name, value in before_training.items() if name.startswith(f"{expert}.")}
+        fsdp.say(check_reference(lambda: distribution(record, step).mean.detach(), parameters, ours))
+
+
+def check_first_ratio(log_prob_of, steps, clip_range, sampler_drift):
     """The policy that drew a rollout and the one about to be trained must be the same -> a line that tells so.
 
-    log_prob_of: Transition -> its log-prob b under the trainer's policy. sampler_drift: {} where the stored log-probs
-    are the sampler's own, else train_grpo.rescore's. UserError if a ratio is more than clip_range off 1. Collective.
+    log_prob_of: rollout.Step -> its log-prob b under the trainer's policy. sampler_drift: {} where the stored log-probs
+    are the sampler's own, else train_grpo.recompute's. UserError if a ratio is more than clip_range off 1. Collective.
     """
-    off = fsdp.reduce_max([((log_prob_of(t).cpu() - t.log_prob).exp() - 1).abs().max().item() for t in transitions])
-    steps = ", ".join(f"{d:.1e} (step {t.step})" for d, t in zip(off, transitions, strict=True))
-    line = f"self-check ratio of the first update: 1 +- {steps}; clip_range {clip_range:g}"
+    off = fsdp.reduce_max([((log_prob_of(s).cpu() - s.log_prob).exp() - 1).abs().max().item() for s in steps])
+    each = ", ".join(f"{d:.1e} (step {step.index})" for d, step in zip(off, steps, strict=True))
+    line = f"self-check ratio of the first update: 1 +- {each}; clip_range {clip_range:g}"
     if sampler_drift:
         line += f"; by the sampler's own log-probs it would be 1 +- {sampler_drift['drift/ratio']:.1e}"
     if not max(off) <= clip_range:
@@ -76,10 +117,10 @@ def check_reference(mean_of, parameters, before_training):
     """The reference is the policy before training -> a line that tells so.
 
     The same output while nothing was trained, another one after. mean_of: () -> the mean of a stored step under the
-    policy with its parameters as they are then; before_training: of that step's expert {name: value before training, or
-    None for 0}. RuntimeError if it isn't so. Collective.
+    policy with its parameters as they are then; before_training: of that step's expert {name: value before training, a
+    tensor or a number}. RuntimeError if it isn't so. Collective.
     """
-    moved = [fsdp.full_tensor((parameters[name].detach() - (0.0 if value is None else value)).abs().sum()).item()
+    moved = [fsdp.full_tensor((parameters[name].detach() - value).abs().sum()).item()
              for name, value in before_training.items()]
     trained_before = sum(moved) > 0  # this expert, which may never have been in a window yet
     nudged = {} if trained_before else {name: torch.full_like(parameters[name].detach(), 0.01)

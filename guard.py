@@ -19,6 +19,10 @@ class UserError(ValueError):
     """A mistake of the user's: shown as one line with exit code 1, never as a traceback."""
 
 
+class Diverged(UserError):
+    """Training went wrong so far that what it has now isn't worth saving."""
+
+
 def first_line(error):
     """What an error says, for a line about it."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -39,6 +43,8 @@ def show_error(kind, error, trace):
         reason = " ".join(str(error).split())[:160]
         print(f"error: the GPU's memory is full ({reason}): want more GPUs, a smaller batch, checkpointing=full or "
               "compile_blocks=True", file=sys.stderr)
+    elif getattr(error, "told", False):
+        pass  # by another rank
     elif issubclass(kind, UserError) or any(full in str(error) for full in DISK_FULL):
         print("error:", " ".join(str(error).split()), file=sys.stderr)
     elif issubclass(kind, RuntimeError) and any(gone in str(error) for gone in PEER_GONE):

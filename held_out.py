@@ -6,24 +6,25 @@ import os
 import numpy as np
 from tqdm import tqdm
 
+import flow
 import fsdp
 import reward
 import video
 
 
-def held_out_rewards(generate, rewards, prompts, config, iteration, rank, world_size):
-    """Score num_eval_samples videos of held-out prompts -> ({name: mean}, {name: standard error of the mean}).
+def score(sampler, rewards, prompts, config, iteration, rank, world_size):
+    """Rewards of num_eval_samples videos of held-out prompts -> ({name: mean}, {name: standard error of the mean}).
 
-    generate: positions -> videos b f 3 h w in 0..1, of the same noise each time; the first num_eval_videos are written.
-    Ranks share the positions out.
+    The prompts in turn, a video's noise always the same; the first num_eval_videos are written. Ranks share them out.
     """
     positions, weights = fsdp.share_out(config["num_eval_samples"], rank, world_size)
     size, sums = config["rollout_batch"], {name: np.zeros(2) for name in rewards}
     starts = range(0, len(positions), size)
     for start in tqdm(starts, desc="evaluation", leave=False, disable=None if rank == 0 else True):
         chosen, weight = positions[start : start + size], np.array(weights[start : start + size])
-        videos = generate(chosen)
         lines = [i % len(prompts) for i in chosen]
+        seeds = [flow.seed_of(config["seed"], flow.VALIDATION, i) for i in chosen]
+        videos = sampler.generate(prompts, lines, seeds)
         texts, metadata = [prompts.prompts[i] for i in lines], [prompts.metadata[i] for i in lines]
         with fsdp.all_ranks_agree():
             scores = reward.score(rewards, videos, texts, metadata)

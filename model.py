@@ -97,9 +97,13 @@ def describe(model, boundary_ratio=0.0):
 
 
 def check_guidance(wan, guidance_scale, guidance_scale_2):
-    """UserError where two experts are guided and the low-noise one's scale isn't set: 0."""
+    """-> {"guidance_scale": of the high-noise expert or the single one, "guidance_scale_2": of the low-noise one}.
+
+    UserError where two experts are guided and the low-noise one's scale isn't set: 0.
+    """
     if "low" in wan.expert_names and guidance_scale != 1 and not guidance_scale_2:
         raise UserError("guidance_scale_2=0: two experts want the low-noise expert's guidance too, e.g. 3.5")
+    return dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2 or guidance_scale)
 
 
 def kind_of(model):
@@ -214,7 +218,7 @@ def flow_matching_loss(wan, latents, noise, sigma, condition, text):
 # ----------------------------------------------------------------------------- LoRA
 
 
-def load_expert(wan, expert, device, seed, trainable, rank, alpha, targets, init_lora=""):
+def load_expert(wan, device, seed, rank, alpha, targets, init_lora, expert, trainable=True):
     """-> the expert's transformer on the device: with float32 adapters to train, all float32 (rank 0), or frozen."""
     full = trainable and not rank
     transformer = load_transformer(wan, expert, device, torch.float32 if full else wan.dtype, seed)

@@ -19,6 +19,8 @@ class Prompts:
     needs_image=False (text to video) neither wants nor opens images. Blank lines are skipped. Raises UserError.
     """
 
+    modalities, views = ("rgb",), ("",)  # a video is one cell: sampler.Sampler takes grids too
+
     def __init__(self, path, height, width, needs_image=True):
         self.path, self.height, self.width, self.needs_image = Path(path), height, width, needs_image
         self.prompts, self.metadata, self.lines = [], [], []
@@ -87,6 +89,10 @@ class Prompts:
         image = self._open(self.metadata[index], self.lines[index])
         image = ImageOps.fit(image, (self.width, self.height), Image.Resampling.BICUBIC)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+    def given(self, index):
+        """The given frame of a line, cell by cell -> {(modality, view): 3 h w in -1..1}."""
+        return {("rgb", ""): self.image(index)}
 
 
 def group_indices(num_prompts, prompts_per_iteration, iteration, seed):

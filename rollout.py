@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from model import masked_mean
 LAWS = ("flow", "dance", "cps")
 
 
-def transition(law, latents, velocity, sigma, sigma_next, sigma_1, noise_level):
+def sde_step(law, latents, velocity, sigma, sigma_next, sigma_1, noise_level):
     """The Gaussian that a stochastic step draws the next latents from -> mean b c f h w, std (a float), float32.
 
     A flow dx = v dsigma has the same marginals as a reverse SDE with any diffusion coefficient g; with
@@ -64,28 +65,37 @@ def draw_window(num_sde_steps, sde_window, seed, iteration):
 
 
 @dataclass
-class Transition:
+class Step:
     """A stochastic step of a rollout, kept on the CPU for training: x' ~ N(mean, std^2) given x."""
 
-    step: int  # in the sigma grid
+    index: int  # in the sigma grid
     latents: torch.Tensor  # x, b c f h w
     next_latents: torch.Tensor  # x', b c f h w
-    mean: torch.Tensor | None  # under the policy that drew it, b c f h w: by the sampler, or by the trainer's score
+    mean: torch.Tensor | None  # under the policy that drew it, b c f h w: by the sampler, or by the trainer
     log_prob: torch.Tensor | None  # of x' under that policy, b; a server tells both only where drift is measured
     reference_mean: torch.Tensor | None = None  # under the reference, b c f h w, where the KL to it is wanted
 
 
-def drift(law, stored, mean, log_density, gen_mask, sigmas, noise_level):
-    """How far the sampler's numbers of a stored Transition are from the trainer's own, the worst sample -> two floats:
+class Distribution(NamedTuple):
+    """What a policy says of a Step: the Gaussian that it draws the next latents from."""
+
+    mean: torch.Tensor  # b c f h w
+    std: float
+    log_prob: torch.Tensor  # of the latents that were drawn, b
+    gen_mask: torch.Tensor  # b 1 f h w
+
+
+def sampler_error(law, step, ours, sigmas, noise_level):
+    """How far the sampler's numbers of a Step are from the trainer's own Distribution, the worst sample -> two floats:
 
     RMS of the difference of the velocities over the RMS of the sampler's (generated positions), and
-    |exp(log_density - the sampler's) - 1|, how far off the ratio of the first update would be. All on one device.
+    |exp(our log-prob - the sampler's) - 1|, how far off the ratio of the first update would be. All on one device.
     """
-    grid, k, x = sigmas.tolist(), stored.step, stored.latents
-    at_zero = transition(law, x, torch.zeros_like(x), grid[k], grid[k + 1], grid[1], noise_level)[0]
+    grid, k, x = sigmas.tolist(), step.index, step.latents
+    at_zero = sde_step(law, x, torch.zeros_like(x), grid[k], grid[k + 1], grid[1], noise_level)[0]
     # the mean is linear in the velocity, so that its differences measure that
-    off, size = (masked_mean(d.square(), gen_mask).sqrt() for d in (mean - stored.mean, stored.mean - at_zero))
-    ratio = (log_density - stored.log_prob).exp()
+    off, size = (masked_mean(d.square(), ours.gen_mask).sqrt() for d in (ours.mean - step.mean, step.mean - at_zero))
+    ratio = (ours.log_prob - step.log_prob).exp()
     return (off / size.clamp(min=1e-12)).max().item(), (ratio - 1).abs().max().item()
 
 
@@ -93,9 +103,9 @@ def drift(law, stored, mean, log_density, gen_mask, sigmas, noise_level):
 class Record:
     """Some videos of an iteration, as training needs them, on the CPU."""
 
-    videos: range  # positions among all of the iteration's prompts_per_iteration x group_size videos
+    positions: range  # among all of the iteration's prompts_per_iteration x group_size videos
     condition: torch.Tensor | None  # b c f|1 h w
     text: torch.Tensor  # b n d
     negative_text: torch.Tensor | None  # 1 n d
-    transitions: list  # one Transition a step of the window
+    steps: list  # one Step for each of the window
     rewards: dict  # name -> b

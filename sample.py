@@ -156,7 +156,7 @@ for expert in wan.expert_names:
         adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
     elif lora and adapters.has_lora(lora, expert):
         trained, adapter = True, adapters.read_lora(lora, expert)[1:]
-    transformer = wan_model.load_expert(wan, expert, device, settings.get("seed", 0), trained, *adapter, lora)
+    transformer = wan_model.load_expert(wan, device, settings.get("seed", 0), *adapter, lora, expert, trained)
     fsdp.wrap_blocks(transformer, "none", compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 if checkpoint:

@@ -1,16 +1,14 @@
-"""Rollouts from SGLang diffusion servers over HTTP, and the policy's LoRA to them.
+"""What is asked of SGLang diffusion servers over HTTP and what they answer; who of them is there.
 
 Written for sglang 0.5.23 with shim/nanowan_shim.py (sglang_server.py starts it so). Per video one request; the answer
 holds the latents of the window's steps, the text embeddings and the given frame's latents, so that the trainer encodes
 nothing and decodes nothing. Its log-probabilities average over given positions too: the trainer computes its own.
 """
 
-import atexit
 import base64
 import http.client
 import io
 import json
-import math
 import os
 import pickle
 import queue
@@ -25,14 +23,13 @@ from functools import lru_cache
 
 import msgpack
 import torch
-from diffusers import WanTransformer3DModel
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 import model as wan_model
-import rollout
 import sglang_server
+from adapters import check_layers, linear_shapes
 from guard import UserError
 
 WRITTEN_FOR = "0.5.23"
@@ -50,95 +47,6 @@ class Answer:
     negative_text: torch.Tensor | None  # n d; None at guidance 1
     velocity: torch.Tensor | None  # with guidance, of all steps: k c f h w; only where drift is measured
     seconds: float  # in the server
-
-
-def urls_of(settings):
-    """The servers that the user started."""
-    return [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
-
-
-def check_settings(settings, wan):
-    """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
-    if settings["sglang_launch"] == bool(settings["sglang_urls"]):
-        raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,..., got "
-                        + ("both" if settings["sglang_launch"] else "neither"))
-    urls = urls_of(settings)
-    for url in urls:
-        if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
-            raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated, each once")
-    sglang_server.check_model(wan.model)
-    sglang_server.check_start(settings["sglang_port"], settings["sglang_command"], settings["sglang_args"])
-    if wan.boundary_ratio and not math.isclose(round(1000 * wan.boundary_ratio), 1000 * wan.boundary_ratio):
-        raise UserError(f"boundary_ratio={wan.boundary_ratio}: SGLang routes by whole timesteps; want three decimals")
-    if not settings["lora_rank"]:
-        raise UserError("lora_rank=0: the servers are given LoRA adapters; want a lora_rank of 1 or more")
-    if settings["law"] not in SDE_TYPES:
-        raise UserError(f"law={settings['law']}: SGLang has {' and '.join(SDE_TYPES)}")
-    scales = settings["guidance_scale"], settings["guidance_scale_2"] or settings["guidance_scale"]
-    if min(scales) < 1 or (scales[0] == 1) != (scales[1] == 1):
-        raise UserError(f"guidance_scale={scales[0]:g}, guidance_scale_2={scales[1]:g}: SGLang has guidance on (both "
-                        "more than 1) or off (both 1)")
-    if settings["max_text_tokens"] != 512:
-        raise UserError(f"max_text_tokens={settings['max_text_tokens']}: SGLang's servers always use 512")
-    if (settings["sglang_retries"] + 1) * settings["sglang_timeout"] > 1500:
-        raise UserError(f"sglang_timeout={settings['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
-                        "together, the other ranks wait meanwhile")
-    if settings["lora_sync"] == "disk" and not os.path.isdir(settings["lora_sync_dir"]):
-        raise UserError(f"lora_sync_dir={settings['lora_sync_dir']}: no such folder; want one that the server sees too")
-    if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
-        raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
-
-
-def connect(settings, wan, latent_shape, guidance, sigmas, device, rank, world_size, prompts, stopping):
-    """Find or start the servers and see each make a whole video -> this rank's SGLangClient. UserError, one line.
-
-    stopping: () -> whether the run was asked to stop. The caller's ranks agree on the outcome (fsdp.all_ranks_agree).
-    """
-    example = prompts.prompts[0], png_url(prompts, 0)
-    urls = urls_of(settings)
-    sampling = {name: settings[name] for name in ("law", "noise_level", "height", "width", "num_frames")}
-    client = SGLangClient(wan, latent_shape, sampling | {"sigmas": sigmas}, guidance, settings["negative_prompt"],
-                          device.type, urls, responsible=urls[rank::world_size], rank=rank,
-                          concurrency=settings["sglang_concurrency"], timeout=settings["sglang_timeout"],
-                          retries=settings["sglang_retries"], colocated=settings["sglang_colocated"])
-    for url in client.responsible:
-        client.check(url, *example)
-    if settings["sglang_launch"]:
-        folder, node = os.path.join(settings["out_dir"], "sglang"), os.environ.get("GROUP_RANK", "0")
-        client.url_file = os.path.join(folder, f"node_{node}.url")
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            try:
-                os.makedirs(folder, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"out_dir={settings['out_dir']}: {error}: want a folder that can be written") from None
-            client.responsible = True
-            server = sglang_server.LaunchedServer(
-                os.path.join(folder, f"node_{node}.log"), client.url_file, client.timeout, client.retries,
-                lambda url: client.check(url, *example), stopping, settings["sglang_port"], model=settings["model"],
-                devices=settings["sglang_devices"], dtype=settings["dtype"], shift=settings["shift"],
-                command=settings["sglang_command"], args=settings["sglang_args"])
-            client.close = server.end
-            atexit.register(server.end)
-    return client
-
-
-def check_drift(drift, wan, guidance, clip_range):
-    """Lines that tell how far the servers' numbers are from the trainer's, and then UserError if it can't be rounding.
-
-    drift: "drift/velocity" and "drift/ratio" of each step, "drift/ratio 3", and of all (rollout.drift).
-    """
-    each = ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}" for name, value in drift.items() if " " in name)
-    yield f"drift      server against trainer: {each}"
-    if drift["drift/ratio"] > clip_range:
-        yield (f"warning    that is more than clip_range={clip_range:g}: likely bf16 rounding of other kernels; the "
-               "log-probs are recomputed here, but its videos are a little off-policy")
-    # rounding a pass, which guidance u + s (c - u) multiplies: two bf16 graphs of one full-size model differ by 2 % at
-    # s = 1 and by 10 % at s = 5 (random weights)
-    scale = max(guidance["guidance_scale"], guidance["guidance_scale_2"])
-    most = 1e-3 if wan.dtype == torch.float32 else 0.1 * math.hypot(scale, scale - 1)
-    if not drift["drift/velocity"] <= most:
-        raise UserError(f"the server's velocity differs from the trainer's by {drift['drift/velocity']:.1e} of its "
-                        "size: other weights, another LoRA or another precision (--dtype)")
 
 
 class ServerError(Exception):
@@ -184,37 +92,6 @@ def tensor_in(node, *path):
     return load(node["data"])["t"] if node else None
 
 
-def linear_shapes(config):
-    """{"blocks.0.attn1.to_q": (out, in)} of a transformer's linear layers, from its config alone."""
-    with torch.device("meta"):
-        transformer = WanTransformer3DModel.from_config(config)
-    return {name: tuple(module.weight.shape) for name, module in transformer.named_modules()
-            if isinstance(module, torch.nn.Linear)}
-
-
-def check_adapters(tensors, shapes):
-    """UserError unless each layer's lora_A (r, in) and lora_B (out, r) are there, fit it, and are finite.
-
-    The server would skip an unknown name, drop an A without its B, and break at a wrong shape.
-    """
-    layers = {name.rsplit(".lora_", 1)[0] for name in tensors}
-    if unknown := sorted(layers - shapes.keys()):
-        raise UserError(f"LoRA for the server: no linear layer {unknown[0]} in the model")
-    if embedders := sorted(layer for layer in layers if "embedder" in layer):
-        raise UserError(f"LoRA for the server: SGLang adapts no embedder such as {embedders[0]}: leave it out of "
-                        "lora_targets")
-    for layer in sorted(layers):
-        a, b = (tensors.get(f"{layer}.lora_{side}.weight") for side in "AB")
-        if a is None or b is None:
-            raise UserError(f"LoRA for the server: {layer} has no lora_{'A' if a is None else 'B'}")
-        rows, columns = shapes[layer]
-        if a.ndim != 2 or a.shape[1] != columns or tuple(b.shape) != (rows, len(a)):
-            raise UserError(f"LoRA for the server: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, "
-                            f"want (r, {columns}) and ({rows}, r)")
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise UserError(f"LoRA for the server: {layer} has NaN or infinity")
-
-
 class SGLangClient:
     """A rank's view of the servers: requests in flight, retries, checks of every answer, and the LoRA sync.
 
@@ -231,10 +108,9 @@ class SGLangClient:
         self.colocated = colocated  # on the trainer's GPUs: asleep while it trains
         self.shapes = linear_shapes(wan.config)
         self.down, self.turn, self.lock = {}, rank, threading.Lock()  # url -> why it isn't asked; round robin
-        self.latest, self.version = None, 0  # what was synced last, which a restarted server gets first; syncs so far
+        self.latest = None  # what was synced last, which a restarted server gets first
         self.probe, self.untrained = None, {}  # a request, and url -> its answer before any sync
         self.processes = {}  # url -> which process answered since the last sync
-        self.close = lambda: None  # ends a launched server
         self.jobs = queue.SimpleQueue()
         for _ in range(concurrency):
             threading.Thread(target=self._work, daemon=True).start()  # daemons: a run that ends doesn't wait for them
@@ -377,31 +253,6 @@ class SGLangClient:
                       tensor_in(env, "pos_cond_kwargs", "encoder_hidden_states"), negative,
                       velocity.float() if velocity is not None else None, answer["inference_time_s"] or 0)
 
-    def collect(self, videos, futures, window, sigmas):
-        """The answers of some videos -> a rollout.Record without rewards, its pixels b f 3 h w, seconds in the server.
-
-        Transitions have the mean and log-prob of the server's own velocity where it was measured, else None.
-        UserError where a video couldn't be had.
-        """
-        answers = [future.result() for future in futures]
-        stack = lambda name: torch.stack([getattr(a, name) for a in answers])  # noqa: E731
-        condition = stack("condition") if answers[0].condition is not None else None
-        latents = stack("latents")  # b k c f h w
-        grid, transitions = sigmas.tolist(), []
-        for i, step in enumerate(window):
-            x, following, mean, log_density = latents[:, i], latents[:, i + 1], None, None
-            if answers[0].velocity is not None:
-                velocity = torch.stack([a.velocity[step] for a in answers])
-                law, noise_level = self.sampling["law"], self.sampling["noise_level"]
-                mean, std = rollout.transition(law, x, velocity, grid[step], grid[step + 1], grid[1], noise_level)
-                gen_mask = wan_model.generated_mask(self.wan, x, condition)
-                log_density = rollout.log_prob(law, following, mean, std, gen_mask)
-            transitions.append(rollout.Transition(step, x, following, mean, log_density))
-        negative = answers[0].negative_text
-        record = rollout.Record(videos, condition, stack("text"), negative[None] if negative is not None else None,
-                                transitions, {})
-        return record, stack("pixels").float() / 255, sum(a.seconds for a in answers)
-
     # ------------------------------------------------------------------------- LoRA, memory, checks
 
     def sync(self, adapters, rank, alpha, dtype, how, folder):
@@ -413,14 +264,9 @@ class SGLangClient:
         server must see. A server of the user's that fails is left alone until the next sync.
         """
         for tensors in adapters.values():
-            check_adapters(tensors, self.shapes)
+            check_layers(tensors, self.shapes)
         self.latest = adapters, rank, alpha, dtype, how, folder
         self._at_each(self.send)
-
-    def synced(self):
-        """On all ranks, once all servers have been given the LoRA."""
-        self.version += 1
-        self.processes.clear()
 
     def _at_each(self, action):
         """action(url) for the servers this rank is responsible for: again after a failure, a launched one waited for.

@@ -27,9 +27,11 @@ import encoders
 import flow
 import fsdp
 import latent_cache
+import loop
 import model as wan_model
 import validate
 from configurator import check_values, configure, save_config
+from fsdp import say
 from guard import UserError
 from plot import MetricsLog, draw_curves
 
@@ -112,12 +114,6 @@ is_main = rank == 0
 stop = fsdp.Stop()
 global_batch = batch_size * grad_accum * world_size
 lora_alpha = lora_alpha or float(lora_rank)
-
-
-def say(line):
-    if is_main:
-        print(line, flush=True)
-
 
 with fsdp.all_ranks_agree():
     check_values(config, at_least=dict(
@@ -218,12 +214,10 @@ def read_clips(micro_step):
 
 # ----------------------------------------------------------------------------- model, LoRA, sharding
 loaded = wan.expert_names if num_val_videos > 0 else trained
-for expert in loaded:
-    with fsdp.all_ranks_agree():
-        transformer = wan_model.load_expert(wan, expert, device, seed, expert in trained, lora_rank, lora_alpha,
-                                            lora_targets, init_lora if not checkpoint else "")
-    fsdp.wrap_blocks(transformer, checkpointing, compile_blocks)
-    wan.experts[expert] = fsdp.shard(transformer, mesh)
+load = partial(wan_model.load_expert, wan, device, seed, lora_rank, lora_alpha, lora_targets,
+               init_lora if not checkpoint else "")
+wan.experts = fsdp.load_sharded(loaded, lambda expert: load(expert=expert, trainable=expert in trained), mesh,
+                                checkpointing, compile_blocks)
 parameters = wan_model.trainable_parameters(wan)
 method = f"LoRA rank {lora_rank}, alpha {lora_alpha:g}" if lora_rank else "full"
 say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {len(parameters)} tensors, "
@@ -233,7 +227,9 @@ say(f"training   {sum(p.numel() for p in parameters.values()):,} parameters in {
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay,
                               fused=device.type == "cuda")
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
-start_step = skipped_steps = 0
+averages = {"ema": ema.shadow} if ema else {}
+steps = loop.OptimizerSteps(optimizer, parameters, grad_clip, max_bad_steps, meta["skipped_steps"] if meta else 0)
+start_step = meta["step"] if meta else 0
 saved_step = meta["step"] if meta else -1  # of the last checkpoint
 
 
@@ -247,8 +243,7 @@ def lr_at(step):
 
 if checkpoint:
     saved = checkpoints.saved_names(checkpoint)
-    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, ema, saved))
-    start_step, skipped_steps = meta["step"], meta["skipped_steps"]
+    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, averages, saved))
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
     say(f"changed    {changed}")
     if start_step >= max_steps:
@@ -257,11 +252,6 @@ if is_main:
     metrics = MetricsLog(out_dir, start_step)
 
 # ----------------------------------------------------------------------------- validate, save
-
-
-def due(interval, step):
-    """Whether something done every `interval` steps (0: only at the end) comes after a step."""
-    return step == max_steps or (interval > 0 and step % interval == 0)
 
 
 def evaluate(step, videos):
@@ -286,15 +276,22 @@ def export():
         wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
 
 
+def not_finite(sample_losses, step):
+    """The clips of a step whose loss isn't finite, on any rank; sample_losses: {position: loss}. Collective."""
+    bad = fsdp.reduce_sum([float(not math.isfinite(sample_losses.get(i, 0))) for i in range(global_batch)])
+    batch = latent_cache.batch_indices(len(cache.train), global_batch, step, seed)
+    return ", ".join([cache.train[i].key for i, is_bad in zip(batch, bad, strict=True) if is_bad][:8]) or "no clip"
+
+
 def save(step):
     """A checkpoint to resume from and, with LoRA, the export; once a step."""
     global saved_step
     if step == saved_step:
         return  # nothing was trained since
     saved_step = step
-    state = dict(step=step, skipped_steps=skipped_steps, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
+    state = dict(step=step, skipped_steps=steps.skipped, lr=lr_at(step - 1), box=cache.box, global_batch=global_batch,
                  world_size=world_size, config=begun_with)
-    checkpoints.save(out_dir, step, checkpoints.training_tensors(parameters, optimizer, ema), state, keep_last)
+    checkpoints.save(out_dir, step, checkpoints.training_tensors(parameters, optimizer, averages), state, keep_last)
     if lora_rank:
         export()
 
@@ -305,11 +302,11 @@ saving = partial(checkpoints.saving, save, out_dir, start_step)  # saving(step):
 # ----------------------------------------------------------------------------- the loop
 reader = ThreadPoolExecutor(max_workers=1)  # reads the next micro-batch while this one computes
 next_clips = reader.submit(read_clips, start_step * grad_accum)
-bad_steps = 0
 bins = torch.zeros(2, 5, dtype=torch.float64)  # sum and number of clip losses since the last line, by fifths of sigma
+since_line, stopped = {}, False  # expert -> losses of its steps since the last line
 if start_step == 0 and eval_interval:
     evaluate(0, videos=False)
-elif start_step and due(eval_interval, start_step):  # interrupted in it?
+elif start_step and loop.due(eval_interval, start_step, max_steps):  # interrupted in it?
     if not fsdp.reduce_max([float(is_main and metrics.holds(start_step, "val_loss"))])[0]:
         evaluate(start_step, videos=True)
 
@@ -342,37 +339,26 @@ for step in range(start_step, max_steps):
         bins[1].index_add_(0, fifth, torch.ones(len(fifth), dtype=torch.float64))
         step_sigma += sigma.mean().item() / grad_accum
 
-    grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), grad_clip)).item()
     step_loss = sum(sample_losses.values()) / len(sample_losses)
+    grad_norm, taken = steps.step(step_loss, f"step {step + 1}", partial(not_finite, sample_losses, step))
+    if taken and ema:
+        ema.update()
     step_loss, step_sigma, stops, loading = (
         total / world_size for total in fsdp.reduce_sum([step_loss, step_sigma, float(stop.requested), loading])
     )
-    finite = math.isfinite(step_loss) and math.isfinite(grad_norm)  # the same on all ranks
-    if finite:
-        optimizer.step()
-        if ema:
-            ema.update()
-    optimizer.zero_grad(set_to_none=True)
-    skipped_steps += not finite
-    bad_steps = 0 if finite else bad_steps + 1
-    if not finite:
-        bad = fsdp.reduce_sum([float(not math.isfinite(sample_losses.get(i, 0))) for i in range(global_batch)])
-        batch = latent_cache.batch_indices(len(cache.train), global_batch, step, seed)
-        clips = ", ".join([cache.train[i].key for i, is_bad in zip(batch, bad, strict=True) if is_bad][:8]) or "no clip"
-        say(f"step {step + 1}: loss {step_loss}, gradient norm {grad_norm}: skipped on all ranks; not finite: {clips}")
-        with fsdp.all_ranks_agree():
-            if bad_steps >= max_bad_steps:
-                raise UserError(f"{bad_steps} non-finite steps in a row, the last one's loss not finite in {clips}: "
-                                "lower lr, or look at these clips and prepare them again")
+    if taken:
+        since_line.setdefault(expert, []).append(step_loss)
 
     done = step + 1
-    if due(log_interval, done) or stops:
+    if loop.due(log_interval, done, max_steps) or stops:
         ms = 1000 * (time.time() - started)
         row = dict(step=done, expert=expert, loss=step_loss, sigma=step_sigma, grad_norm=grad_norm, lr=lr_at(step),
-                   ms=ms, load_ms=1000 * loading, skipped_steps=skipped_steps)
+                   ms=ms, load_ms=1000 * loading, skipped_steps=steps.skipped)
         sums, counts = torch.tensor(fsdp.reduce_sum(bins.flatten().tolist())).view(2, 5).tolist()
         row |= {f"loss/sigma {k / 5:.1f}-{(k + 1) / 5:.1f}": sums[k] / counts[k] for k in range(5) if counts[k]}
+        row |= {f"loss/{name}": sum(losses) / len(losses) for name, losses in since_line.items()}
         bins.zero_()
+        since_line.clear()
         line = (f"step {done:04d}/{max_steps} | {expert:6s} | loss {step_loss:.4f} | sigma {step_sigma:.2f}"
                 f" | gnorm {grad_norm:.2f} | lr {lr_at(step):.1e} | {ms:.0f} ms")
         if device.type == "cuda":
@@ -381,14 +367,16 @@ for step in range(start_step, max_steps):
         say(line)
         if is_main:
             metrics.write(row)
-    if stops or due(save_interval, done) or due(eval_interval, done):
+    if stops or loop.due(save_interval, done, max_steps) or loop.due(eval_interval, done, max_steps):
         save(done)  # before evaluating, which may take longer than a scheduler waits
     if stops:
         say(f"stopped: {stop.name}; the same command resumes")
+        stopped = True
         break
-    if due(eval_interval, done):
+    if loop.due(eval_interval, done, max_steps):
         evaluate(done, videos=True)
-else:
+
+if not stopped:
     if not lora_rank or start_step >= max_steps:  # adapters with each checkpoint, unless a kill came between
         export()
     say(f"exported   {out_dir}/{'lora' if lora_rank else 'model, a complete diffusers folder'}")

@@ -1,0 +1,209 @@
+"""The policy's videos by SGLang servers: sampler.Sampler's methods, and the LoRA sync.
+
+Text encoder and VAE stay in the servers: their answers hold the embeddings, the given frame's latents and the videos.
+"""
+
+import atexit
+import math
+import os
+
+import torch
+
+import flow
+import fsdp
+import model as wan_model
+import rollout
+import sglang_server
+from guard import UserError
+from sglang_client import SDE_TYPES, SGLangClient, png_url
+
+
+def urls_of(settings):
+    """The servers that the user started."""
+    return [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
+
+
+def check_settings(settings, wan):
+    """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
+    if settings["sglang_launch"] == bool(settings["sglang_urls"]):
+        raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,..., got "
+                        + ("both" if settings["sglang_launch"] else "neither"))
+    urls = urls_of(settings)
+    for url in urls:
+        if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
+            raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated, each once")
+    sglang_server.check_model(wan.model)
+    sglang_server.check_start(settings["sglang_port"], settings["sglang_command"], settings["sglang_args"])
+    if wan.boundary_ratio and not math.isclose(round(1000 * wan.boundary_ratio), 1000 * wan.boundary_ratio):
+        raise UserError(f"boundary_ratio={wan.boundary_ratio}: SGLang routes by whole timesteps; want three decimals")
+    if not settings["lora_rank"]:
+        raise UserError("lora_rank=0: the servers are given LoRA adapters; want a lora_rank of 1 or more")
+    if settings["law"] not in SDE_TYPES:
+        raise UserError(f"law={settings['law']}: SGLang has {' and '.join(SDE_TYPES)}")
+    scales = settings["guidance_scale"], settings["guidance_scale_2"] or settings["guidance_scale"]
+    if min(scales) < 1 or (scales[0] == 1) != (scales[1] == 1):
+        raise UserError(f"guidance_scale={scales[0]:g}, guidance_scale_2={scales[1]:g}: SGLang has guidance on (both "
+                        "more than 1) or off (both 1)")
+    if settings["max_text_tokens"] != 512:
+        raise UserError(f"max_text_tokens={settings['max_text_tokens']}: SGLang's servers always use 512")
+    if (settings["sglang_retries"] + 1) * settings["sglang_timeout"] > 1500:
+        raise UserError(f"sglang_timeout={settings['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
+                        "together, the other ranks wait meanwhile")
+    if settings["lora_sync"] == "disk" and not os.path.isdir(settings["lora_sync_dir"]):
+        raise UserError(f"lora_sync_dir={settings['lora_sync_dir']}: no such folder; want one that the server sees too")
+    if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
+        raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
+
+
+class SGLangSampler:
+    """sampler.Sampler's methods by servers: those of sglang_urls, or one that this run starts on each node.
+
+    They are found or started here, and each is seen to make a whole video. UserError, on which ranks must agree.
+    """
+
+    def __init__(self, config, policy, latent_shape, guidance, device, train_prompts, eval_prompts, phases, stop):
+        self.config, self.policy, self.guidance, self.device, self.phases = config, policy, guidance, device, phases
+        self.stop, self.prompts, self.version = stop, train_prompts, 0
+        self.sigmas = flow.sigma_grid(config["num_steps"], config["shift"])
+        self.eval_sigmas = flow.sigma_grid(config["num_eval_steps"], config["shift"])
+        rank, world_size = fsdp.place()
+        urls = urls_of(config)
+        sampling = {name: config[name] for name in ("law", "noise_level", "height", "width", "num_frames")}
+        self.client = client = SGLangClient(
+            policy, latent_shape, sampling | {"sigmas": self.sigmas}, guidance, config["negative_prompt"], device.type,
+            urls, responsible=urls[rank::world_size], rank=rank, concurrency=config["sglang_concurrency"],
+            timeout=config["sglang_timeout"], retries=config["sglang_retries"], colocated=config["sglang_colocated"])
+        self.close = lambda: None  # ends a launched server
+        example = train_prompts.prompts[0], png_url(train_prompts, 0)
+        for url in client.responsible:
+            client.check(url, *example)
+        if config["sglang_launch"]:
+            folder, node = os.path.join(config["out_dir"], "sglang"), os.environ.get("GROUP_RANK", "0")
+            client.url_file = os.path.join(folder, f"node_{node}.url")
+            if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+                self._launch(folder, node, example)
+
+    def _launch(self, folder, node, example):
+        """A server of this node's own, which ends with the run."""
+        config, client = self.config, self.client
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"out_dir={config['out_dir']}: {error}: want a folder that can be written") from None
+        client.responsible = True
+        server = sglang_server.LaunchedServer(
+            os.path.join(folder, f"node_{node}.log"), client.url_file, client.timeout, client.retries,
+            lambda url: client.check(url, *example), lambda: self.stop.requested, config["sglang_port"],
+            model=config["model"], devices=config["sglang_devices"], dtype=config["dtype"], shift=config["shift"],
+            command=config["sglang_command"], args=config["sglang_args"])
+        self.close = server.end
+        atexit.register(server.end)
+
+    def begun(self):
+        """A line that tells where the servers are."""
+        return f"servers    {', '.join(self.client.current_urls())}: each made a video of {self.prompts.prompts[0]!r}"
+
+    @property
+    def logged(self):
+        return {"lora_version": self.version}
+
+    # ------------------------------------------------------------------------- videos
+
+    def roll_out(self, prompts, positions, indices, seeds, window, measured=False):
+        """As sampler.Sampler.roll_out. All videos are asked for at once: servers work on some while others are scored.
+
+        measured: with the servers' own velocities in the first batch, from which a Step's mean and log-prob come.
+        """
+        size = self.config["rollout_batch"]
+        with fsdp.all_ranks_agree():  # where an image is gone
+            asked = [self.client.submit(prompts, index, seed, self.sigmas, window, measured and n < size)
+                     for n, (index, seed) in enumerate(zip(indices, seeds, strict=True))]
+        for start in range(0, len(positions), size):
+            if self.stop.anywhere():
+                self.client.cancel(asked[start:])
+                return
+            with self.phases("roll"), fsdp.all_ranks_agree():
+                answers = [future.result() for future in asked[start : start + size]]
+                record = self._record(positions[start : start + size], answers, window)
+                pixels = torch.stack([answer.pixels for answer in answers]).to(self.device).float() / 255
+            self.phases.add("in_server", sum(answer.seconds for answer in answers))
+            asked[start : start + size] = [None] * size  # answers are large
+            yield record, pixels
+
+    def _record(self, positions, answers, window):
+        """Answers -> a rollout.Record without rewards; Steps have the mean and log-prob of a measured velocity only."""
+        stack = lambda name: torch.stack([getattr(a, name) for a in answers])  # noqa: E731
+        condition = stack("condition") if answers[0].condition is not None else None
+        latents = stack("latents")  # b k c f h w
+        grid, steps = self.sigmas.tolist(), []
+        for i, index in enumerate(window):
+            x, following, mean, log_prob = latents[:, i], latents[:, i + 1], None, None
+            if answers[0].velocity is not None:
+                velocity = torch.stack([a.velocity[index] for a in answers])
+                law, noise_level = self.config["law"], self.config["noise_level"]
+                mean, std = rollout.sde_step(law, x, velocity, grid[index], grid[index + 1], grid[1], noise_level)
+                gen_mask = wan_model.generated_mask(self.policy, x, condition)
+                log_prob = rollout.log_prob(law, following, mean, std, gen_mask)
+            steps.append(rollout.Step(index, x, following, mean, log_prob))
+        negative = answers[0].negative_text
+        return rollout.Record(positions, condition, stack("text"), negative[None] if negative is not None else None,
+                              steps, {})
+
+    def generate(self, prompts, indices, seeds):
+        """Videos b f 3 h w in 0..1 of prompts by the ODE's num_eval_steps."""
+        with fsdp.all_ranks_agree():
+            asked = [self.client.submit(prompts, index, seed, self.eval_sigmas)
+                     for index, seed in zip(indices, seeds, strict=True)]
+            return torch.stack([future.result().pixels for future in asked]).to(self.device) / 255
+
+    # ------------------------------------------------------------------------- the policy's LoRA
+
+    def sync(self, parameters):
+        """Give all servers the adapters: gathered on all ranks, sent whole by the rank responsible for a server, what
+        the server says compared with what was sent, agreed on by all. Collective."""
+        client, config = self.client, self.config
+        with self.phases("sync"):
+            adapters = wan_model.by_expert(fsdp.gather(parameters, wanted=bool(client.responsible)))
+            if client.colocated and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what training's peak left reserved is the server's now
+                fsdp.barrier()
+            with fsdp.all_ranks_agree():
+                if client.responsible:
+                    if client.colocated:
+                        client.memory("resume")
+                    alpha = config["lora_alpha"] or float(config["lora_rank"])
+                    client.sync(adapters, config["lora_rank"], alpha, self.policy.dtype, config["lora_sync"],
+                                config["lora_sync_dir"])
+            failed = [float(url in client.down and url in client.responsible) for url in client.urls]
+            client.down = {url: client.down.get(url, f"{url} failed at the sync")
+                           for url, down in zip(client.urls, fsdp.reduce_max(failed), strict=True) if down}
+            client.processes.clear()  # a server that is another process from now on was started anew, without the LoRA
+            self.version += 1
+
+    def release(self):
+        """On GPUs that the servers share with the trainer, they give their memory back until the next sync."""
+        if self.client.colocated:
+            fsdp.barrier()  # every rank has its videos
+            with fsdp.all_ranks_agree():
+                if self.client.responsible:
+                    self.client.memory("release")
+
+    def check_drift(self, drift):
+        """Say how far the servers' numbers are from the trainer's; UserError where that can't be rounding.
+
+        drift: "drift/velocity" and "drift/ratio" of each step, "drift/ratio 3", and of all; {} where not measured.
+        """
+        if not drift:
+            return
+        each = ", ".join(f"{name.removeprefix('drift/')}: {value:.1e}" for name, value in drift.items() if " " in name)
+        fsdp.say(f"drift      server against trainer: {each}")
+        if drift["drift/ratio"] > self.config["clip_range"]:
+            fsdp.say(f"warning    that is more than clip_range={self.config['clip_range']:g}: likely bf16 rounding of "
+                     "other kernels; the log-probs are recomputed here, but its videos are a little off-policy")
+        # rounding a pass, which guidance u + s (c - u) multiplies: two bf16 graphs of one full-size model differ by 2 %
+        # at s = 1 and by 10 % at s = 5 (random weights)
+        scale = max(self.guidance["guidance_scale"], self.guidance["guidance_scale_2"])
+        most = 1e-3 if self.policy.dtype == torch.float32 else 0.1 * math.hypot(scale, scale - 1)
+        if not drift["drift/velocity"] <= most:
+            raise UserError(f"the server's velocity differs from the trainer's by {drift['drift/velocity']:.1e} of its "
+                            "size: other weights, another LoRA or another precision (--dtype)")
