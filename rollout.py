@@ -84,6 +84,10 @@ class Distribution(NamedTuple):
     log_prob: torch.Tensor  # of the latents that were drawn, b
     gen_mask: torch.Tensor  # b 1 f h w
 
+    def on_cpu(self):
+        """Its numbers alone: the graph behind them can go."""
+        return Distribution(self.mean.detach().cpu(), self.std, self.log_prob.detach().cpu(), self.gen_mask.cpu())
+
 
 def sampler_error(law, step, ours, sigmas, noise_level):
     """How far the sampler's numbers of a Step are from the trainer's own Distribution, the worst sample -> two floats:

@@ -55,6 +55,30 @@ def check_settings(settings, wan):
         raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
 
 
+def record_of(policy, config, sigmas, positions, answers, window):
+    """sglang_client.Answers of a batch -> a rollout.Record without rewards, pixels b f 3 h w in 0..1.
+
+    Its Steps have the mean and log-prob of the server's own velocity where that was measured, else None.
+    """
+    stack = lambda name: torch.stack([getattr(a, name) for a in answers])  # noqa: E731
+    condition = stack("condition") if answers[0].condition is not None else None
+    latents = stack("latents")  # b k c f h w
+    grid, steps = sigmas.tolist(), []
+    for i, index in enumerate(window):
+        x, following, mean, log_prob = latents[:, i], latents[:, i + 1], None, None
+        if answers[0].velocity is not None:
+            velocity = torch.stack([a.velocity[index] for a in answers])
+            mean, std = rollout.sde_step(config["law"], x, velocity, grid[index], grid[index + 1], grid[1],
+                                         config["noise_level"])
+            gen_mask = wan_model.generated_mask(policy, x, condition)
+            log_prob = rollout.log_prob(config["law"], following, mean, std, gen_mask)
+        steps.append(rollout.Step(index, x, following, mean, log_prob))
+    negative = answers[0].negative_text
+    record = rollout.Record(positions, condition, stack("text"), negative[None] if negative is not None else None,
+                            steps, {})
+    return record, stack("pixels").float() / 255
+
+
 class SGLangSampler:
     """sampler.Sampler's methods by servers: those of sglang_urls, or one that this run starts on each node.
 
@@ -124,30 +148,11 @@ class SGLangSampler:
                 return
             with self.phases("roll"), fsdp.all_ranks_agree():
                 answers = [future.result() for future in asked[start : start + size]]
-                record = self._record(positions[start : start + size], answers, window)
-                pixels = torch.stack([answer.pixels for answer in answers]).to(self.device).float() / 255
+                record, pixels = record_of(self.policy, self.config, self.sigmas, positions[start : start + size],
+                                           answers, window)
             self.phases.add("in_server", sum(answer.seconds for answer in answers))
             asked[start : start + size] = [None] * size  # answers are large
-            yield record, pixels
-
-    def _record(self, positions, answers, window):
-        """Answers -> a rollout.Record without rewards; Steps have the mean and log-prob of a measured velocity only."""
-        stack = lambda name: torch.stack([getattr(a, name) for a in answers])  # noqa: E731
-        condition = stack("condition") if answers[0].condition is not None else None
-        latents = stack("latents")  # b k c f h w
-        grid, steps = self.sigmas.tolist(), []
-        for i, index in enumerate(window):
-            x, following, mean, log_prob = latents[:, i], latents[:, i + 1], None, None
-            if answers[0].velocity is not None:
-                velocity = torch.stack([a.velocity[index] for a in answers])
-                law, noise_level = self.config["law"], self.config["noise_level"]
-                mean, std = rollout.sde_step(law, x, velocity, grid[index], grid[index + 1], grid[1], noise_level)
-                gen_mask = wan_model.generated_mask(self.policy, x, condition)
-                log_prob = rollout.log_prob(law, following, mean, std, gen_mask)
-            steps.append(rollout.Step(index, x, following, mean, log_prob))
-        negative = answers[0].negative_text
-        return rollout.Record(positions, condition, stack("text"), negative[None] if negative is not None else None,
-                              steps, {})
+            yield record, pixels.to(self.device)
 
     def generate(self, prompts, indices, seeds):
         """Videos b f 3 h w in 0..1 of prompts by the ODE's num_eval_steps."""

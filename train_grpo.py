@@ -245,6 +245,7 @@ def reference_policy():
 def roll_out(iteration, window):
     """This rank's share of an iteration's videos, scored -> list of rollout.Record, or None where a stop was asked."""
     groups = group_indices(len(train_prompts), prompts_per_iteration, iteration, seed)  # a prompt each
+    assert len(set(groups)) == prompts_per_iteration, groups
     mine = range(first_video, first_video + videos_each)
     prompt_of = [groups[n // group_size] for n in mine]
     seeds = [flow.seed_of(seed, iteration, n) for n in mine]
@@ -292,9 +293,7 @@ def recompute(records):
     worst = {}
     for record in records:
         for step in record.steps:
-            now = distribution(record, step)
-            ours = now._replace(mean=now.mean.detach().cpu(), log_prob=now.log_prob.detach().cpu(),
-                                gen_mask=now.gen_mask.cpu())
+            ours = distribution(record, step).on_cpu()
             if step.log_prob is not None:
                 error = wan_rollout.sampler_error(law, step, ours, sigmas, noise_level)
                 for name, value in zip(("drift/velocity", "drift/ratio"), error, strict=True):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def transitions(*log_probs):
-    return [SimpleNamespace(step=3 + i, log_prob=torch.tensor(values)) for i, values in enumerate(log_probs)]
+    return [SimpleNamespace(index=3 + i, log_prob=torch.tensor(values)) for i, values in enumerate(log_probs)]
 
 
 def test_the_first_ratio():
@@ -21,7 +21,7 @@ def test_the_first_ratio():
     assert line == "self-check ratio of the first update: 1 +- 0.0e+00 (step 3), 0.0e+00 (step 4); clip_range 0.0001"
 
     def log_prob(t):  # one video of one step is a little more probable
-        return t.log_prob + torch.tensor([0.0, 0.01]) * (t.step == 4)
+        return t.log_prob + torch.tensor([0.0, 0.01]) * (t.index == 4)
 
     drift = {"drift/ratio": 0.5}
     line = grpo_checks.check_first_ratio(log_prob, stored, 0.02, drift)
@@ -36,7 +36,7 @@ def test_the_first_ratio():
 
 @pytest.mark.parametrize("kept", [None, 2.0])
 def test_the_reference(kept):
-    before = {"high.x.lora_B.default.weight": None if kept is None else torch.full((2,), kept)}
+    before = {"high.x.lora_B.default.weight": 0.0 if kept is None else torch.full((2,), kept)}
     start = torch.zeros(2) if kept is None else torch.full((2,), kept)
     parameters = {name: torch.nn.Parameter(start.clone()) for name in before}
     (parameter,) = parameters.values()

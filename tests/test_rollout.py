@@ -297,21 +297,21 @@ def test_each_law_is_its_papers_formula(law):
         for k in range(10):
             for noise_level in (0.2, 0.7, 1.0):
                 at = law, x, v, grid[k], grid[k + 1], grid[1], noise_level
-                mean, std = rollout.transition(*at)
+                mean, std = rollout.sde_step(*at)
                 expected, expected_std = paper_step(law, x.numpy(), v.numpy(), *at[3:])
                 np.testing.assert_allclose(mean, expected, rtol=1e-12, atol=1e-12)
                 assert std == pytest.approx(expected_std, rel=1e-12, abs=0)
-                single, _ = rollout.transition(law, x.float(), v.float(), *at[3:])
+                single, _ = rollout.sde_step(law, x.float(), v.float(), *at[3:])
                 assert single.dtype == torch.float32
                 torch.testing.assert_close(single.double(), mean, rtol=1e-4, atol=1e-5)
-            mean, std = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], 0.0)  # no noise: the ODE
+            mean, std = rollout.sde_step(law, x, v, grid[k], grid[k + 1], grid[1], 0.0)  # no noise: the ODE
             torch.testing.assert_close(mean, x + v * (grid[k + 1] - grid[k]), rtol=1e-12, atol=1e-12)
             assert std == 0
 
 
 def test_flow_is_finite_at_sigma_1():
     x, v = flow.randn((2, 1, 2, 2, 2, 2), 0).double()
-    mean, std = rollout.transition("flow", x, v, 1.0, 0.9, 0.9, 0.7)
+    mean, std = rollout.sde_step("flow", x, v, 1.0, 0.9, 0.9, 0.7)
     assert std == pytest.approx(0.7 * np.sqrt(1 / 0.1) * np.sqrt(0.1))
     torch.testing.assert_close(mean, x * (1 - 0.49 / 0.1 * 0.1 / 2) - 0.1 * v)
 
@@ -348,16 +348,19 @@ def test_drift_is_told_of_the_worst_sample(law):
     error[:, :, 0] = 9.0  # at a given position
     sigmas, k = flow.sigma_grid(6, 5.0), 2
     grid = sigmas.tolist()
-    mean, std = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], 0.7)
-    ours, _ = rollout.transition(law, x, v + error, grid[k], grid[k + 1], grid[1], 0.7)
+    mean, std = rollout.sde_step(law, x, v, grid[k], grid[k + 1], grid[1], 0.7)
+    ours, _ = rollout.sde_step(law, x, v + error, grid[k], grid[k + 1], grid[1], 0.7)
     following = mean + std
     theirs, densities = (rollout.log_prob(law, following, m, std, gen_mask) for m in (mean, ours))
-    stored = rollout.Transition(k, x, following, mean, theirs)
-    velocity, ratio = rollout.drift(law, stored, ours, densities, gen_mask, sigmas, 0.7)
+    stored = rollout.Step(k, x, following, mean, theirs)
+    distribution = rollout.Distribution(ours, std, densities, gen_mask)
+    velocity, ratio = rollout.sampler_error(law, stored, distribution, sigmas, 0.7)
     assert velocity == pytest.approx(0.2, rel=1e-6)
     assert ratio == pytest.approx((densities - theirs).exp().sub(1).abs().max().item()) and ratio > 1e-3
-    assert rollout.drift(law, stored, mean, theirs, gen_mask, sigmas, 0.7) == (0.0, 0.0)
-    assert all(np.isnan(rollout.drift(law, stored, ours * np.nan, densities * np.nan, gen_mask, sigmas, 0.7)))
+    same = distribution._replace(mean=mean, log_prob=theirs)
+    assert rollout.sampler_error(law, stored, same, sigmas, 0.7) == (0.0, 0.0)
+    unknown = distribution._replace(mean=ours * np.nan, log_prob=densities * np.nan)
+    assert all(np.isnan(rollout.sampler_error(law, stored, unknown, sigmas, 0.7)))
 
 
 def test_the_window_is_a_function_of_seed_and_iteration():
@@ -386,7 +389,7 @@ def end_of(law, noise_level, wrong=None, num_steps=1000, num_samples=40_000, mea
     grid = flow.sigma_grid(num_steps, 1.0).tolist()
     for k in range(num_steps):
         v = exact_velocity(x, grid[k], mean, std)
-        following, scale = rollout.transition(law, x, v, grid[k], grid[k + 1], grid[1], noise_level)
+        following, scale = rollout.sde_step(law, x, v, grid[k], grid[k + 1], grid[1], noise_level)
         if wrong is not None:
             ode = x + v * (grid[k + 1] - grid[k])
             following = ode + wrong * (following - ode)
@@ -418,7 +421,7 @@ def test_cps_keeps_the_noise_level_of_the_grid():
         grid = flow.sigma_grid(6, 3.0).tolist()
         for sigma, following in zip(grid[:-2], grid[1:-1], strict=True):
             v = exact_velocity(x, sigma, 0.8, 0.0)
-            mean, std = rollout.transition("cps", x, v, sigma, following, grid[1], noise_level)
+            mean, std = rollout.sde_step("cps", x, v, sigma, following, grid[1], noise_level)
             x = mean + std * torch.randn(100_000, generator=generator)
             assert abs(x.mean() - (1 - following) * 0.8) < 4 * following / np.sqrt(100_000)
             assert abs(x.var() / following**2 - 1) < 4 * np.sqrt(2 / 100_000)
@@ -461,7 +464,7 @@ def test_a_rollout_is_stochastic_in_its_window_only(checkpoints, kind, law):
     seen = [call[1][:, :16] for call in calls[::2]] + [latents]  # what each step starts from, and the end
     velocities = [u[4] + scale * (c[4] - u[4]) for c, u, scale in zip(calls[::2], calls[1::2], [
         guidance[1] if call[0] == "low" else guidance[0] for call in calls[::2]], strict=True)]
-    assert [t.step for t in transitions] == window and len(calls) == 12
+    assert [t.index for t in transitions] == window and len(calls) == 12
     drawn = [flow.seeded("cpu", 9, n) for n in range(2)]
     gen_mask = wan_model.generated_mask(wan, latents, condition)
     for k in range(6):
@@ -472,13 +475,13 @@ def test_a_rollout_is_stochastic_in_its_window_only(checkpoints, kind, law):
         t = transitions[window.index(k)]
         torch.testing.assert_close(t.latents[:, :, first:], seen[k][:, :, first:], atol=0, rtol=0)
         torch.testing.assert_close(t.next_latents, seen[k + 1], atol=0, rtol=0)
-        mean, std = rollout.transition(law, t.latents, velocities[k], grid[k], grid[k + 1], grid[1], 0.7)
+        mean, std = rollout.sde_step(law, t.latents, velocities[k], grid[k], grid[k + 1], grid[1], 0.7)
         noises = torch.stack([torch.randn(16, 3, 4, 6, generator=generator) for generator in drawn])
         torch.testing.assert_close(
             t.next_latents[:, :, first:], (mean + std * noises)[:, :, first:], atol=1e-5, rtol=1e-5
         )
         v = sampler.guided_velocity(wan, t.latents, sigmas[k].expand(2), condition, *text, *guidance)  # as in training
-        mean, std = rollout.transition(law, t.latents, v, grid[k], grid[k + 1], grid[1], 0.7)
+        mean, std = rollout.sde_step(law, t.latents, v, grid[k], grid[k + 1], grid[1], 0.7)
         assert torch.equal(mean, t.mean)
         assert torch.equal(rollout.log_prob(law, t.next_latents, mean, std, gen_mask), t.log_prob)
         if kind == "ti2v":

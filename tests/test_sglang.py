@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
+import adapters as adapters_room
 import encoders
 import flow
 import model as wan_model
@@ -33,6 +34,7 @@ import prompts
 import rollout
 import sampler
 import sglang_client
+import sglang_sampler
 import sglang_server
 import tiny
 from guard import UserError
@@ -106,7 +108,7 @@ def random_adapters(wan, seed, scale=0.3):
     adapters = {}
     for expert in wan.expert_names:
         adapters[expert] = {}
-        for name, (rows, columns) in sglang_client.linear_shapes(wan.config).items():
+        for name, (rows, columns) in adapters_room.linear_shapes(wan.config).items():
             if name.startswith("blocks."):
                 for side, size in (("A", (4, columns)), ("B", (rows, 4))):
                     tensor = scale * torch.randn(size, generator=generator)
@@ -119,10 +121,10 @@ def random_adapters(wan, seed, scale=0.3):
 
 def test_adapters_that_a_server_would_take_wrongly_are_refused(world):
     wan = wan_model.describe(str(world / "ti2v"))
-    shapes = sglang_client.linear_shapes(wan.config)
+    shapes = adapters_room.linear_shapes(wan.config)
     whole = random_adapters(wan, 0)["single"]
     assert len(whole) == 2 * 2 * 10 and shapes["blocks.1.ffn.net.0.proj"] == (128, 64)
-    sglang_client.check_adapters(whole, shapes)
+    adapters_room.check_layers(whole, shapes)
     a, b = "blocks.1.attn2.to_k.lora_A.weight", "blocks.1.attn2.to_k.lora_B.weight"
     for change, words in [
         ({"blocks.2.attn1.to_q.lora_A.weight": torch.zeros(4, 64)}, "no linear layer blocks.2.attn1.to_q in the model"),
@@ -132,10 +134,10 @@ def test_adapters_that_a_server_would_take_wrongly_are_refused(world):
         ({"condition_embedder.time_proj.lora_A.weight": torch.zeros(4, 64)}, "SGLang adapts no embedder such as cond"),
     ]:
         with pytest.raises(UserError, match=words):
-            sglang_client.check_adapters(whole | change, shapes)
+            adapters_room.check_layers(whole | change, shapes)
     for name, side in ((a, "A"), (b, "B")):
         with pytest.raises(UserError, match=f"blocks.1.attn2.to_k has no lora_{side}"):
-            sglang_client.check_adapters({n: t for n, t in whole.items() if n != name}, shapes)
+            adapters_room.check_layers({n: t for n, t in whole.items() if n != name}, shapes)
 
 
 def test_the_given_image_travels_in_the_request_at_the_runs_size(world):
@@ -222,20 +224,22 @@ def test_what_is_asked_and_what_comes_back(world, fakes):
     client, lines = make_client(world, guidance_scale=3.0, guidance_scale_2=3.0, urls=[fakes[0].url])
     sigmas = flow.sigma_grid(4, 5.0)
     asked = [client.submit(lines, 5, flow.seed_of(0, 1, n), sigmas, window=[1, 2]) for n in range(6)]
-    record, pixels, seconds = client.collect(range(6, 12), asked, [1, 2], sigmas)
+    answers = [future.result() for future in asked]
+    record, pixels = sglang_sampler.record_of(client.wan, client.sampling, sigmas, range(6, 12), answers, [1, 2])
     bodies = sorted((body for _, body in fakes[0].bodies), key=lambda body: body["seed"])
     assert [body["seed"] for body in bodies] == sorted(flow.seed_of(0, 1, n) for n in range(6))
     for body in bodies:
         assert body["prompt"] == lines.prompts[5] and body["image_path"] == [sglang_client.png_url(lines, 5)]
         assert body["rollout_sde_step_indices"] == [1, 2] and body["rollout_return_step_indices"] == [1, 2, 3]
         assert not body["rollout_debug_mode"] and body["negative_prompt"] == "dark" and body["guidance_scale"] == 3
-    assert record.videos == range(6, 12) and pixels.shape == (6, 9, 3, 64, 96) and seconds == 3.0
+    assert record.positions == range(6, 12) and pixels.shape == (6, 9, 3, 64, 96)
     assert pixels.unique().tolist() == [pytest.approx(0.2)]
-    assert asked[0].result().pixels.dtype == torch.uint8  # until they're wanted
-    assert [t.step for t in record.transitions] == [1, 2] and record.transitions[0].log_prob is None
+    assert answers[0].pixels.dtype == torch.uint8  # until they're wanted
+    assert sum(answer.seconds for answer in answers) == 3.0
+    assert [t.index for t in record.steps] == [1, 2] and record.steps[0].log_prob is None
     for n in range(6):  # in the order of the videos, whichever answer came first
         drawn = torch.randn(3, 48, 3, 4, 6, generator=torch.Generator().manual_seed(flow.seed_of(0, 1, n)))
-        for t, k in zip(record.transitions, (0, 1), strict=True):
+        for t, k in zip(record.steps, (0, 1), strict=True):
             assert torch.equal(t.latents[n, :, 1:], drawn[k, :, 1:])
             assert torch.equal(t.next_latents[n, :, 1:], drawn[k + 1, :, 1:])
     assert record.condition.shape == (6, 48, 1, 4, 6) and record.condition.unique().tolist() == [1]
@@ -273,7 +277,7 @@ def test_answers_to_another_question_are_refused(world, fakes, change, words):
     fakes[0].change = change
     with pytest.raises(UserError, match=words):
         sigmas = flow.sigma_grid(4, 5.0)
-        client.collect(range(1), [client.submit(lines, 0, 0, sigmas, window=[1])], [1], sigmas)
+        client.submit(lines, 0, 0, sigmas, window=[1]).result()
 
 
 def test_failures_are_retried_elsewhere_and_bounded(world, fakes):
@@ -579,7 +583,8 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
     sigmas = flow.sigma_grid(4, 5.0)  # i2v: high at 1 and 0.94, low from 0.83 on: the window crosses the boundary
     seeds = [flow.seed_of(7, n) for n in range(2)]
     asked = [client.submit(lines, n, seed, sigmas, window, measured=True) for n, seed in enumerate(seeds)]
-    record, pixels, _ = client.collect(range(2), asked, window, sigmas)
+    answers = [future.result() for future in asked]
+    record, pixels = sglang_sampler.record_of(client.wan, client.sampling, sigmas, range(2), answers, window)
 
     wan, vae, encode = local_world(world, kind)
     text = encode([lines.prompts[0], lines.prompts[1], "dark"])
@@ -590,12 +595,12 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
     if scale > 1:
         assert torch.allclose(record.negative_text, text[2:], atol=1e-5)
 
-    gen_mask = wan_model.generated_mask(wan, record.transitions[0].latents, record.condition)
+    gen_mask = wan_model.generated_mask(wan, record.steps[0].latents, record.condition)
     grid = sigmas.tolist()
-    for t in record.transitions:  # the replay, which training does
-        v = sampler.guided_velocity(wan, t.latents, sigmas[t.step].expand(2), record.condition, record.text,
+    for t in record.steps:  # the replay, which training does
+        v = sampler.guided_velocity(wan, t.latents, sigmas[t.index].expand(2), record.condition, record.text,
                                     record.negative_text, **scales)
-        mean, std = rollout.transition(law, t.latents, v, grid[t.step], grid[t.step + 1], grid[1], 0.7)
+        mean, std = rollout.sde_step(law, t.latents, v, grid[t.index], grid[t.index + 1], grid[1], 0.7)
         assert ((mean - t.mean) * gen_mask).abs().max() < 1e-5
         log_density = rollout.log_prob(law, t.next_latents, mean, std, gen_mask)
         assert torch.allclose(log_density, t.log_prob, atol=1e-5)
@@ -606,7 +611,7 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
     noise = torch.stack([torch.randn(client.latent_shape, generator=g) for g in generators])
     latents, transitions = sampler.sample(wan, noise, condition, text[:2], text[2:], sigmas, **scales, law=law,
                                           noise_level=0.7, window=window, generators=generators)
-    for ours, theirs in zip(transitions, record.transitions, strict=True):
+    for ours, theirs in zip(transitions, record.steps, strict=True):
         assert ((ours.latents - theirs.latents) * gen_mask).abs().max() < 1e-3  # ours is clamped when it is used
     wanted = ((encoders.decode(vae, latents) + 1) / 2).transpose(1, 2)
     assert (pixels - wanted).abs().max() < 1 / 255 and wanted.std() > 0.02
