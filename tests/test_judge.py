@@ -36,17 +36,18 @@ CAMERAS = [camera(side) for side in VIEWS.values()]
 
 
 def draw(cubes, camera):
-    """Cubes n f 3 metres (NaN: not there) -> f 3 64 64 in 0..1: dim red squares of 3 pixels on a table, and a lamp."""
+    """Cubes n f 3 metres (NaN: not there) -> f 3 64 64 in 0..1: dim red squares of 3 pixels on a table, each dimmer than the
+    one before, and a lamp: a single pixel, redder than they."""
     K, E = (np.array(camera[name]) for name in ("intrinsics", "extrinsics"))
     picture = np.full((cubes.shape[1], 3, 64, 64), 0.4)
     centres = np.arange(64) + 0.5
-    for cube in cubes:
+    for n, cube in enumerate(cubes):
         seen = (cube - E[:3, 3]) @ E[:3, :3] @ K.T
         column, row = (seen[:, :2] / seen[:, 2:]).T
         inside = [(1.6 + 0.5 - abs(centres - at[:, None])).clip(0, 1) for at in (column, row)]  # f w, f h
         covered = np.nan_to_num(inside[1][:, None, :, None] * inside[0][:, None, None, :])  # f 1 h w
-        picture += covered * (np.array([0.6, 0.3, 0.3]).reshape(3, 1, 1) - picture)
-    picture[:, :, 5, 9] = 0.55, 0.4, 0.4  # a single pixel of the robot
+        picture += covered * (np.array([0.5 - 0.02 * n, 0.3, 0.3]).reshape(3, 1, 1) - picture)
+    picture[:, :, 5, 9] = 0.6, 0.35, 0.35
     return torch.from_numpy(picture).float()
 
 
@@ -107,6 +108,9 @@ def test_a_cube_that_vanishes_doubles_or_disagrees_is_none():
     second = np.where(np.arange(FRAMES)[:, None] >= FRAMES - 1, other, np.nan)
     assert moved(path, second) is None  # doubled at the end
     assert moved(path, other + 0 * path) is None  # all the time
+    beside = [np.where(np.arange(FRAMES)[:, None] >= FRAMES - 1, path + off, np.nan)
+              for off in ([0, 0, 0.035], [0, 0, -0.035], [0, 0.035, 0], [0, -0.035, 0])]
+    assert moved(path, *beside) is None  # several in one, or one that has grown
     assert moved(path, np.where(np.arange(FRAMES)[:, None] == 8, other, np.nan)) is not None
 
     split = torch.stack([draw(path[None], CAMERAS[0]), draw(moving((0.1, -0.1, 0))[None], CAMERAS[1])])
