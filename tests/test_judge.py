@@ -35,16 +35,16 @@ def camera(side):
 CAMERAS = [camera(side) for side in VIEWS.values()]
 
 
-def draw(cubes, camera):
-    """Cubes n f 3 metres (NaN: not there) -> f 3 64 64 in 0..1: dim red squares of 3 pixels on a table, each dimmer than the
-    one before, and a lamp: a single pixel, redder than they."""
+def draw(cubes, camera, half=1.6):
+    """Cubes n f 3 metres (NaN: not there) -> f 3 64 64 in 0..1: dim red squares of 3 pixels on a table, each dimmer than
+    the one before, and a lamp: a single pixel, redder than they."""
     K, E = (np.array(camera[name]) for name in ("intrinsics", "extrinsics"))
     picture = np.full((cubes.shape[1], 3, 64, 64), 0.4)
     centres = np.arange(64) + 0.5
     for n, cube in enumerate(cubes):
         seen = (cube - E[:3, 3]) @ E[:3, :3] @ K.T
         column, row = (seen[:, :2] / seen[:, 2:]).T
-        inside = [(1.6 + 0.5 - abs(centres - at[:, None])).clip(0, 1) for at in (column, row)]  # f w, f h
+        inside = [(half + 0.5 - abs(centres - at[:, None])).clip(0, 1) for at in (column, row)]  # f w, f h
         covered = np.nan_to_num(inside[1][:, None, :, None] * inside[0][:, None, None, :])  # f 1 h w
         picture += covered * (np.array([0.5 - 0.02 * n, 0.3, 0.3]).reshape(3, 1, 1) - picture)
     picture[:, :, 5, 9] = 0.6, 0.35, 0.35
@@ -66,10 +66,10 @@ def videos(*cubes):
 
 @pytest.mark.parametrize("prompt", TASKS)
 def test_the_cube_is_followed_in_metres(prompt):
-    """Whichever way: right to 5 mm, and of the five instructions it follows its own alone."""
+    """Whichever way: right to 6 mm, and of the five instructions it follows its own alone."""
     by = 0.08 * np.array(TASKS[prompt])
     moved = judge.cube_moved(videos(moving(by)), CAMERAS)
-    assert (moved - torch.tensor(by)).norm() < 0.005
+    assert (moved - torch.tensor(by)).norm() < 0.006
     assert [other for other in TASKS if judge.follows(moved, other)] == [prompt]
     small = torch.nn.functional.avg_pool2d(videos(moving(by)).flatten(0, 1), 2).view(2, FRAMES, 3, 32, 32)
     assert (judge.cube_moved(small, CAMERAS) - torch.tensor(by)).norm() < 0.01  # the intrinsics are of 64 x 64
@@ -80,7 +80,7 @@ def test_how_far_and_how_straight_is_enough():
     for by, good in [((0, 0.03, 0), False), ((0, 0.04, 0), True), ((0.06, 0.05, 0), False), ((0.05, 0.06, 0), True),
                      ((0, -0.08, 0), False), ((0, 0, 0), False)]:
         moved = judge.cube_moved(videos(moving(by)), CAMERAS)
-        assert (moved - torch.tensor(by)).norm() < 0.005 and judge.follows(moved, left) == good, by
+        assert (moved - torch.tensor(by)).norm() < 0.006 and judge.follows(moved, left) == good, by
     still = videos(moving((0, 0.08, 0)))[:, :1].expand(-1, FRAMES, -1, -1, -1)
     assert judge.cube_moved(still, CAMERAS).norm() < 1e-6
     assert not any(judge.follows(judge.cube_moved(still, CAMERAS), prompt) for prompt in TASKS)
@@ -103,14 +103,14 @@ def test_a_cube_that_vanishes_doubles_or_disagrees_is_none():
     assert moved(absent(slice(0, 1))) is None  # not there at first
     assert moved(gone) is None
     hidden = moved(absent(slice(-3, None)))  # by the gripper at the very end: the fourth last frame counts
-    assert (hidden - torch.tensor(path[-4] - START)).norm() < 0.005
+    assert (hidden - torch.tensor(path[-4] - START)).norm() < 0.006
 
     second = np.where(np.arange(FRAMES)[:, None] >= FRAMES - 1, other, np.nan)
     assert moved(path, second) is None  # doubled at the end
     assert moved(path, other + 0 * path) is None  # all the time
-    beside = [np.where(np.arange(FRAMES)[:, None] >= FRAMES - 1, path + off, np.nan)
-              for off in ([0, 0, 0.035], [0, 0, -0.035], [0, 0.035, 0], [0, -0.035, 0])]
-    assert moved(path, *beside) is None  # several in one, or one that has grown
+    grown = videos(path)
+    grown[:, -1:] = torch.stack([draw(path[None, -1:], camera, half=3.4) for camera in CAMERAS])
+    assert judge.cube_moved(grown, CAMERAS) is None
     assert moved(path, np.where(np.arange(FRAMES)[:, None] == 8, other, np.nan)) is not None
 
     split = torch.stack([draw(path[None], CAMERAS[0]), draw(moving((0.1, -0.1, 0))[None], CAMERAS[1])])
@@ -125,7 +125,7 @@ def test_one_view_is_enough_at_the_end():
     shown[1, -6:] = draw(np.full((1, 6, 3), np.nan), CAMERAS[1])
     moved = judge.cube_moved(shown, CAMERAS)
     ray = torch.nn.functional.normalize(torch.tensor(START + by.numpy() - np.array([0.75, 0.65, 1.45])), dim=0)
-    assert (moved - (by - ray * (ray @ by))).norm() < 0.005
+    assert (moved - (by - ray * (ray @ by))).norm() < 0.006
     assert judge.follows(moved, "lift the red cube off the table")
 
 
