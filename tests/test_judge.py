@@ -36,7 +36,7 @@ CAMERAS = [camera(side) for side in VIEWS.values()]
 
 
 def draw(cubes, camera, half=1.6):
-    """Cubes n f 3 metres (NaN: not there) -> f 3 64 64 in 0..1: dim red squares of 3 pixels on a table, each dimmer than
+    """Cubes n f 3 metres (NaN: not there) -> f 3 64 64 in 0..1: dim red squares on a table, each dimmer than
     the one before, and a lamp: a single pixel, redder than they."""
     K, E = (np.array(camera[name]) for name in ("intrinsics", "extrinsics"))
     picture = np.full((cubes.shape[1], 3, 64, 64), 0.4)
@@ -46,7 +46,7 @@ def draw(cubes, camera, half=1.6):
         column, row = (seen[:, :2] / seen[:, 2:]).T
         inside = [(half + 0.5 - abs(centres - at[:, None])).clip(0, 1) for at in (column, row)]  # f w, f h
         covered = np.nan_to_num(inside[1][:, None, :, None] * inside[0][:, None, None, :])  # f 1 h w
-        picture += covered * (np.array([0.5 - 0.02 * n, 0.3, 0.3]).reshape(3, 1, 1) - picture)
+        picture += covered * (np.array([0.5 - 0.04 * n, 0.3, 0.3]).reshape(3, 1, 1) - picture)
     picture[:, :, 5, 9] = 0.6, 0.35, 0.35
     return torch.from_numpy(picture).float()
 
