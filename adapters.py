@@ -5,15 +5,18 @@ import os
 import shutil
 
 import torch
-from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from cost import count_parameters
+from fsdp import say
 from guard import UserError, replace_folder
 
 LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
+BASE = ("kind", "num_layers", "dim", "ffn_dim", "in_channels", "out_channels", "content of model")  # of a record
+GEOMETRY = ("views", "pointmaps", "cell_height", "cell_width", "num_frames", "shift")  # of a record
 
 
 def clean_name(name):
@@ -40,9 +43,10 @@ def add_lora(transformer, rank, alpha, targets):
     return transformer
 
 
-def check_lora(wan, experts, rank, alpha, targets, init_lora):
+def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to=None):
     """UserError for wrong targets, or adapters to start from that don't fit: on the meta device, before loading.
 
+    belongs_to: this run's record, of whose base model they must be (a run may go on in another size: that is printed).
     -> the number of parameters that will be trained, over the experts.
     """
     if init_lora and not os.path.isdir(init_lora):
@@ -51,6 +55,9 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora):
         raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
     if not rank:
         return len(experts) * count_parameters(wan.config)
+    records = [read_record(init_lora, expert) for expert in experts] if init_lora and belongs_to else []
+    for record in records:
+        check_base(record, belongs_to, init_lora)
     for expert in experts:
         with torch.device("meta"):
             skeleton = WanTransformer3DModel.from_config(wan.config).requires_grad_(False)
@@ -60,7 +67,44 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora):
             load_lora(skeleton, tensors, init_lora)
             if trained_alpha != alpha:
                 raise UserError(f"lora_alpha={alpha:g}: {init_lora} was trained with {trained_alpha:g}, want the same")
+    if records:
+        say(f"init_lora  {init_lora}: {compare(records[0], belongs_to)}")
     return len(experts) * sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
+
+
+# ----------------------------------------------------------------------------- what adapters belong to
+
+
+def read_record(folder, expert):
+    """What an exported adapter says that it belongs to (artifacts.belongs_to); {} of an older or another tool's."""
+    path, metadata = read_metadata(folder, expert)
+    try:
+        return dict(json.loads(metadata.get("nanowan", "{}")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: can't read what it belongs to ({error}): want a file that a run exported") from None
+
+
+def check_base(record, ours, source):
+    """UserError unless a record is of our record's base model: kind, sizes and content, or name without a content."""
+    for name in (*BASE, "model"):
+        was, now = str(record.get(name) or ""), str(ours[name])
+        if name == "content of model" and "random:" not in was + now and ("@" in was) != ("@" in now):
+            continue  # one is a hub id's commit, the other a hash of files: their sizes have been compared
+        if was and was != now and not (name == "model" and record.get("content of model")):
+            raise UserError(f"model={ours['model']}: {source} was trained on {record.get('model')}, whose {name} is "
+                            f"{was}, here {now}: want the model it was trained on")
+
+
+def compare(record, ours):
+    """-> a line's words on the geometry and the noise levels of a record and ours."""
+    if not record:
+        return "doesn't say what it belongs to (older, or of another tool): only names and sizes can be checked"
+    changes = [f"{name} {record[name]} -> {ours[name]}" for name in GEOMETRY
+               if name in record and name in ours and record[name] != ours[name]]
+    return f"of {record.get('model')}; {', '.join(changes) or 'the same cells, frames and shift'}"
+
+
+# ----------------------------------------------------------------------------- files
 
 
 COMFYUI = {  # diffusers module name -> the name in the original Wan code, which ComfyUI keeps
@@ -87,22 +131,25 @@ def comfyui_tensors(adapters, alpha):
     return tensors
 
 
-def export_lora(folder, adapters, rank, alpha, targets):
+def export_lora(folder, adapters, rank, alpha, targets, belongs_to):
     """Write one file an expert for diffusers and one for ComfyUI; the folder appears whole or not at all.
 
     adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": cpu tensor}, ...}. Load with
     pipe.load_lora_weights(folder, weight_name="high_noise.safetensors") and, for the low-noise expert,
-    pipe.load_lora_weights(folder, weight_name="low_noise.safetensors", load_into_transformer_2=True).
+    pipe.load_lora_weights(folder, weight_name="low_noise.safetensors", load_into_transformer_2=True). belongs_to (of
+    artifacts.py) is in the metadata of each, as JSON under "nanowan".
     """
     temporary = f"{folder}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    metadata = dict(r=rank, lora_alpha=alpha, target_modules=sorted(target.strip() for target in targets.split(",")))
+    os.makedirs(temporary)
+    lora = {"transformer.r": rank, "transformer.lora_alpha": alpha,
+            "transformer.target_modules": sorted(target.strip() for target in targets.split(","))}  # diffusers' names
     for expert, tensors in adapters.items():
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        WanPipeline.save_lora_weights(temporary, transformer_lora_layers=tensors, safe_serialization=True,
-                                      weight_name=f"{LORA_FILES[expert]}.safetensors",
-                                      transformer_lora_adapter_metadata=metadata)
-        save_file(comfyui_tensors(tensors, alpha), f"{temporary}/comfyui_{LORA_FILES[expert]}.safetensors")
+        record = {"format": "pt", "nanowan": json.dumps(belongs_to | {"expert": expert})}
+        save_file({f"transformer.{name}": tensor for name, tensor in tensors.items()},
+                  f"{temporary}/{LORA_FILES[expert]}.safetensors", record | {"lora_adapter_metadata": json.dumps(lora)})
+        save_file(comfyui_tensors(tensors, alpha), f"{temporary}/comfyui_{LORA_FILES[expert]}.safetensors", record)
     replace_folder(temporary, folder)
 
 
@@ -111,15 +158,24 @@ def has_lora(folder, expert):
     return os.path.isfile(os.path.join(folder, f"{LORA_FILES[expert]}.safetensors"))
 
 
-def read_lora(folder, expert):
-    """-> ({"blocks.0.attn1.to_q.lora_A.weight": tensor}, rank, alpha, targets) from an exported folder."""
+def read_metadata(folder, expert):
+    """-> path of an expert's file in an exported folder, its metadata {name: string}."""
     path = os.path.join(folder, f"{LORA_FILES[expert]}.safetensors")
     if not has_lora(folder, expert):
         raise UserError(f"{folder}: no {os.path.basename(path)} in it; want a lora/ folder that a run of this kind of "
                         "model exported")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            return path, file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: can't read its adapter ({error!r:.200}): want a file that a run exported") from None
+
+
+def read_lora(folder, expert):
+    """-> ({"blocks.0.attn1.to_q.lora_A.weight": tensor}, rank, alpha, targets) from an exported folder."""
+    path, metadata = read_metadata(folder, expert)
+    try:
+        metadata = json.loads(metadata.get("lora_adapter_metadata", "{}"))
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
         rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
     except (OSError, ValueError, SafetensorError, StopIteration) as error:
@@ -135,8 +191,8 @@ def load_lora(transformer, tensors, source):
     differing = sorted(name for name in shapes.keys() | tensors.keys()
                        if name not in tensors or shapes.get(name) != tuple(tensors[name].shape))
     if differing:
-        raise UserError(f"init_lora={source}: {len(differing)} tensors differ from lora_rank and lora_targets, "
-                        f"the first is {differing[0]}: use the rank and targets it was trained with")
+        raise UserError(f"{source}: {len(differing)} tensors differ from lora_rank and lora_targets on this model, "
+                        f"the first is {differing[0]}: use the model, rank and targets it was trained with")
     for name, parameter in parameters.items():
         parameter.data.copy_(tensors[name])
 

@@ -32,16 +32,19 @@ OPERATORS = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
+given = set()  # the settings that the last configure() found in files and flags
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "h5py")
 
 
-def configure(namespace, also=()):
+def configure(namespace, also=(), run="", defaults=None):
     """Apply sys.argv to the settings in `namespace` (a script's globals()) and return them all as a dict.
 
-    also: sibling scripts whose settings a shared config file may hold as well; they are skipped here.
+    also: sibling scripts whose settings a shared config file may hold as well; they are skipped here. run: the setting
+    that a .json file among the arguments is the value of. defaults: config -> {key: value} for what isn't given.
     Raises UserError for an unknown key, a wrong type or an unreadable file, and installs the hook that shows it.
     """
     sys.excepthook = show_error
+    given.clear()
     script = Path(namespace["__file__"])
     comments = _settings(script)
     config = {key: namespace[key] for key in comments if type(namespace.get(key)) in TYPES}
@@ -51,12 +54,18 @@ def configure(namespace, also=()):
             _print_help(namespace.get("__doc__"), config, comments)
         sys.exit(0)
     try:
-        files, flags = _split(sys.argv[1:])
+        files, flags = _split(sys.argv[1:], run)
         siblings = [script.with_name(name) for name in also]
         for file in files:
-            config.update(_read_file(file, config, script, siblings))
+            found = _read_file(file, config, script, siblings)
+            config.update(found)
+            given.update(found)
         for key, text in flags:
             config[key] = _read_flag(key, text, config, script, siblings)
+            given.add(key)
+        for key, value in defaults(config).items() if defaults else ():
+            if key in config and key not in given:
+                config[key] = _check(key, value, config[key], "")
     except UserError:
         if is_rank_0:
             raise
@@ -82,7 +91,7 @@ def save_config(out_dir, config):
         "settings": config,
         "versions": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": git_commit(),
     }
     hold_folder(out_dir)
     path = Path(out_dir, "config.json")
@@ -108,16 +117,19 @@ def _settings(script):
     return comments
 
 
-def _split(args):
-    """Command line -> config files, [(key, text)]."""
+def _split(args, run):
+    """Command line -> config files, [(key, text)]; a .json file is the value of the setting `run`."""
     files, flags = [], []
     args = list(args)
     while args:
         arg = args.pop(0)
         if not arg.startswith("--"):
-            if not arg.endswith(".py"):
+            if run and arg.endswith(".json"):
+                flags.append((run, arg))
+            elif arg.endswith(".py"):
+                files.append(arg)
+            else:
                 raise UserError(f"{arg}: want a config file (config/NAME.py) or --key=value")
-            files.append(arg)
             continue
         key, has_value, text = arg[2:].partition("=")
         if not has_value:
@@ -216,7 +228,8 @@ def _version(name):
         return None
 
 
-def _commit():
+def git_commit():
+    """Of this code: "-dirty" if edited, None if it is no repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)

@@ -1,7 +1,24 @@
-"""What a run costs before anything is loaded: tokens, parameters, arithmetic, memory."""
+"""What a run costs before anything is loaded: tokens, parameters, arithmetic, memory, seconds.
 
+    python cost.py        # the table of docs/speed.md: what fits on which cards
+    python train_i2v_sft.py config/robocasa_i2v.py --model=random:i2v-a14b --data= --dry_run=True --gpus=4 --gpu_gib=80
+"""
+
+import functools
+import json
+
+import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
+
+from flow import expert_share
+from guard import UserError
+
+KEPT = dict(none=53, selective=6, full=2)  # bytes kept for the backward, a token, layer and unit of width, in bf16
+A14B = dict(num_attention_heads=40, attention_head_dim=128, num_layers=40, ffn_dim=13824)
+# GPU -> compiled or not -> (checkpointing, seconds a step at 27,216 and at 54,432 tokens), by bench.py: A14B, LoRA rank
+# 16, one GPU; what isn't compiled is its baseline. Another card is one more line here, and then a value of `gpu`.
+MEASURED = {"h200": {True: ("selective", 7.13, 22.41), False: ("full", 10.23, 30.48)}}
 
 
 def num_tokens(latent_shape):
@@ -12,8 +29,16 @@ def num_tokens(latent_shape):
 
 def count_parameters(config):
     """Parameters of one transformer with this config, counted on the meta device."""
+    return _count(json.dumps(dict(config), sort_keys=True))
+
+
+@functools.cache
+def _count(config):
     with torch.device("meta"):
-        return sum(p.numel() for p in WanTransformer3DModel.from_config(config).parameters())
+        return sum(p.numel() for p in WanTransformer3DModel.from_config(json.loads(config)).parameters())
+
+
+# ----------------------------------------------------------------------------- arithmetic and seconds
 
 
 def forward_flops(config, tokens, text_tokens=512):
@@ -24,34 +49,167 @@ def forward_flops(config, tokens, text_tokens=512):
     return 2 * layers * block, 2 * layers * attention
 
 
-def step_flops(config, tokens, lora, text_tokens=512):
-    """FLOPs of forward + backward of one sample, without recomputation: what MFU counts.
+def training_flops(config, tokens, lora, text_tokens=512, checkpointing="none"):
+    """-> the same of one sample's forward, backward and what checkpointing recomputes.
 
-    Linears: forward + input gradient (+ weight gradient when not LoRA); attention: forward + twice for the backward.
+    Linears: forward, input gradient, weight gradient when not LoRA, and again under any checkpointing. Attention:
+    forward, twice for the backward, and again under full: selective keeps its output.
     """
     linear, attention = forward_flops(config, tokens, text_tokens)
-    return linear * (2 if lora else 3) + attention * 3
+    return linear * (3 - lora + (checkpointing != "none")), attention * (3 + (checkpointing == "full"))
+
+
+def step_flops(config, tokens, lora, text_tokens=512):
+    """FLOPs of forward + backward of one sample, without recomputation: what MFU counts."""
+    return sum(training_flops(config, tokens, lora, text_tokens))
+
+
+def estimate_seconds(gpu, compiled, linear, attention, per_token=False):
+    """FLOPs of linear layers and of attention -> (seconds on a measured GPU, whether these very ones were measured).
+
+    linear / a + attention / b, with the rates a and b that solve it for the two measured steps (H200: 659 and 446
+    TFLOP/s compiled, 383 and 484 not). per_token: TI2V's modulation differs from token to token, 1.18 times.
+    """
+    checkpointing, *seconds = MEASURED[gpu][compiled]
+    steps = [training_flops(A14B, tokens, True, checkpointing=checkpointing) for tokens in (27_216, 54_432)]
+    a, b = np.linalg.solve(steps, seconds).tolist()  # seconds a FLOP
+    return (a * linear + b * attention) * (1.18 if per_token else 1), (linear, attention) in steps
+
+
+# ----------------------------------------------------------------------------- memory
 
 
 def estimate_memory(config, tokens, num_experts, num_shards, dtype, lora_rank, lora_targets, checkpointing, ema,
-                    reference=False):
-    """Rough GiB a GPU of a training step, before anything is loaded -> {"weights", "state", "activations"}.
+                    reference=False, compiled=True, per_token=False):
+    """GiB a GPU at the peak of a training step -> {"weights", "state", "activations"}, and "gathered" where sharded.
 
-    tokens: of one micro-batch. ema: with a moving average of what is trained; reference: with frozen copies beside.
-    Activations: bytes a token, layer and unit of width, measured on an H200 in bf16 (none 52, full 3.8, selective
-    6.9), twice that in float32.
+    tokens: of one micro-batch; num_experts: that are trained; ema: with a moving average of what is trained;
+    reference: a frozen copy beside each (or the expert that isn't trained); per_token: TI2V's modulation.
+    Measured on H200s (tests/test_cost.py); not so are full fine-tuning and A14B without checkpointing.
     """
     dim, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
     parameters = count_parameters(config)
-    bytes_each = (dtype.itemsize if lora_rank else 4) + dtype.itemsize * reference
+    bytes_each = dtype.itemsize if lora_rank else 4
     trainable = parameters
     if lora_rank:
         sizes = {"to_q": 4 * dim, "to_k": 4 * dim, "to_v": 4 * dim, "to_out.0": 4 * dim,  # two attentions, in + out
                  "ffn.net.0.proj": dim + config["ffn_dim"], "ffn.net.2": dim + config["ffn_dim"]}
         trainable = layers * lora_rank * sum(sizes.get(target.strip(), 0) for target in lora_targets.split(","))
-    activations = dict(none=52, full=3.8, selective=6.9)[checkpointing] * tokens * layers * dim * (dtype.itemsize / 2)
-    return {
-        "weights": num_experts * parameters * bytes_each / num_shards / 2**30,
-        "state": num_experts * trainable * (12 + 4 * ema) / num_shards / 2**30,  # gradient, AdamW's two moments, EMA
-        "activations": activations / 2**30,
+    # float32: adapters, AdamW's two moments, average of each expert; the gradient of the one that a step trains
+    state = num_experts * (4 * (lora_rank > 0) + 8 + 4 * ema) + 4
+    in_work = (32 if compiled else 60) + 50 * per_token  # like KEPT, of the one block that is in its backward
+    if checkpointing == "none" and per_token and not compiled:
+        in_work += 45 * layers  # then each block keeps its modulation
+    parts = {
+        "weights": num_experts * parameters * (bytes_each + dtype.itemsize * reference) / num_shards,
+        "state": trainable * state / num_shards,
+        "activations": tokens * dim * (layers * KEPT[checkpointing] + in_work) * dtype.itemsize / 2,
     }
+    if num_shards > 1:  # FSDP2: a block in use, one on its way, one not yet freed; in full fine-tuning gradients too
+        parts["gathered"] = 3 * parameters / layers * (bytes_each if lora_rank else 8)
+    return {name: size / 2**30 for name, size in parts.items()}
+
+
+def fits(estimate, gib):
+    """Whether an estimate fits a GPU of so many GiB: CUDA takes 1, and 5 % is lost between the allocator's pieces."""
+    return 1.05 * sum(estimate.values()) + 1 <= gib
+
+
+def parts(estimate):
+    """An estimate by parts, for a line about it."""
+    return ", ".join(f"{part} {gib:.1f}" for part, gib in estimate.items()).replace("state", "trained state")
+
+
+# ----------------------------------------------------------------------------- what a trainer says first
+
+
+def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples, steps, num_experts, reference=False,
+                 forwards=0):
+    """-> lines on model, experts, cost and memory, with a warning where it won't fit. UserError for wrong settings.
+
+    config: the settings; ranks: GPUs of the run; device: this one's. micro_batch: samples whose activations live at
+    once (a guided one is two); samples: a rank's that are trained in a step; steps: of the run; num_experts,
+    reference: as in estimate_memory; forwards: a rank's without a backward in a step, those of rollouts.
+    """
+    tokens, text_tokens, per_token = num_tokens(latent_shape), config["max_text_tokens"], wan.kind == "ti2v"
+    own, compiled, lora_rank = config["checkpointing"], config["compile_blocks"], config["lora_rank"]
+    gpu, gib = config.get("gpu", ""), config.get("gpu_gib", 0.0)  # a fork may do without them
+    if ranks % config["dp_replicate"]:
+        raise UserError(f"dp_replicate={config['dp_replicate']}: want a divisor of the {ranks} ranks, e.g. one a node")
+    if gpu and (gpu not in MEASURED or wan.dtype != torch.bfloat16):
+        raise UserError(f"gpu={gpu}, dtype={config['dtype']}: want {' or '.join(MEASURED)}, measured in bfloat16")
+    if not gib and device.type == "cuda":
+        gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+
+    def memory(checkpointing):
+        return estimate_memory(wan.config, tokens * micro_batch, num_experts, ranks // config["dp_replicate"],
+                               wan.dtype, lora_rank, config["lora_targets"], checkpointing, config["ema_decay"] > 0,
+                               reference, compiled, per_token)
+
+    def flops(checkpointing):
+        trained = training_flops(wan.config, tokens, lora_rank > 0, text_tokens, checkpointing)
+        rolled = forward_flops(wan.config, tokens, text_tokens)
+        return [samples * one + forwards * other for one, other in zip(trained, rolled, strict=True)]
+
+    boundary = f", boundary {wan.boundary_ratio} (timestep {1000 * wan.boundary_ratio:g})" if wan.boundary_ratio else ""
+    lines = [f"model      {wan.model}: {wan.kind}, {len(wan.expert_names)} x {count_parameters(wan.config):,} "
+             f"parameters{boundary}, shift {config['shift']:g}"]
+    if "experts" in config:
+        shares = [f"{name} {expert_share(name, wan.boundary_ratio, config['shift']):.1%} of the steps"
+                  for name in wan.expert_names]
+        lines.append(f"experts    {', '.join(shares)}; trained: {config['experts']}")
+    lines.append(f"guidance   {config['guidance_scale']:g} (high), "
+                 f"{config['guidance_scale_2'] or config['guidance_scale']:g} (low) in sampling")
+    lines.append(f"cost       {sum(flops('none')) / 1e12:,.2f} TFLOP a step and rank without recomputation")
+    estimates = {name: memory(name) for name in KEPT}
+    fitting = [name for name, estimate in estimates.items() if not gib or fits(estimate, gib)]
+    lines.append(f"memory     about {sum(estimates[own].values()):.1f} GiB a GPU: {parts(estimates[own])}"
+                 + (", without VAE and rewards" if forwards else ""))
+    seconds = {name: estimate_seconds(gpu, compiled, *flops(name), per_token) for name in KEPT if gpu}
+    if gpu:
+        how = "measured, on one at LoRA rank 16" if seconds[own][1] else "estimated"
+        lines.append(f"speed      {gpu}: {seconds[own][0]:.2f} s a step ({how}); {steps:,} steps: "
+                     f"{steps * seconds[own][0] / 3600:.1f} hours")
+    if config.get("dry_run"):
+        width = max(len(parts(estimate)) for estimate in estimates.values())
+        for name, estimate in estimates.items():
+            verdict = "fits" if name in fitting else "doesn't fit"
+            lines.append(f"  {name:9s}{sum(estimate.values()):7.1f} GiB: {parts(estimate):{width}}"
+                         + (f"   {seconds[name][0]:6.2f} s a step" if gpu else "")
+                         + (f"   {verdict} {gib:.0f} GiB" if gib else ""))
+    if own not in fitting:
+        lines.append(f"warning    checkpointing={own} doesn't fit {gib:.0f} GiB: "
+                     + (f"checkpointing={fitting[0]} does" if fitting else "none does")
+                     + "; more GPUs, a smaller batch or clip" + ("" if compiled else ", compile_blocks=True") + " help")
+    return lines
+
+
+# ----------------------------------------------------------------------------- the table
+
+
+def table():
+    """-> markdown: the fastest checkpointing that fits on so many cards, and the GiB that it takes of each."""
+    from model import describe  # which imports this file
+
+    attention, mlp = "to_q,to_k,to_v,to_out.0", ",ffn.net.0.proj,ffn.net.2"
+    cards = [(gpus, gb, gib) for gb, gib in ((80, 79), (141, 139)) for gpus in (1, 2, 4, 8)]  # GiB as torch sees them
+    rows = ["| | " + " | ".join(f"{gpus} x {gb} GB" for gpus, gb, _ in cards) + " |", "|---" * (len(cards) + 1) + "|"]
+    for name, model, tokens, rank, targets in (
+        ("A14B RGB, LoRA rank 16", "i2v-a14b", 27_216, 16, attention),
+        ("A14B RGB, LoRA rank 64", "i2v-a14b", 27_216, 64, attention),
+        ("A14B HCPT, LoRA rank 16", "i2v-a14b", 54_432, 16, attention),
+        ("A14B HCPT, LoRA rank 64", "i2v-a14b", 54_432, 64, attention),
+        ("A14B RGB, all weights", "i2v-a14b", 27_216, 0, ""),
+        ("TI2V-5B RGB, LoRA rank 64", "ti2v-5b", 2 * 7_056, 64, attention + mlp),
+    ):
+        wan, cells = describe(f"random:{model}"), []
+        for gpus, _, gib in cards:
+            estimates = [(c, estimate_memory(wan.config, tokens, len(wan.expert_names), gpus, torch.bfloat16, rank,
+                                             targets, c, False, per_token=wan.kind == "ti2v")) for c in KEPT]
+            cells.append(next((f"{c} {sum(size.values()):.0f}" for c, size in estimates if fits(size, gib)), "-"))
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

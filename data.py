@@ -1,223 +1,40 @@
-"""Robot demonstrations: from a RoboCasa HDF5 to the cells that a VAE takes and the grid that the model sees.
+"""Robot demonstrations: from recordings to the cells that a VAE takes and the grid that the model sees.
 
-    RobotDemos     HDF5 -> windows of frames, points in the world, instructions
+    open_demos     recordings -> a reader: windows of frames, points in the world, instructions
     *_cell         one view of one modality as a VAE takes it: 3 f h w in -1..1
     *_cells        cells <-> grid: views are columns, modalities are rows (RGB above its pointmap)
-
-Cameras are OpenCV's: x right, y down, z forward. K is in pixels whose centres lie at +0.5, E is camera-to-world,
-depth is in metres along the optical axis.
 """
 
-import json
-import os
-import re
-from typing import NamedTuple
+import inspect
 
-import h5py
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from geometry import normalise_points, unproject
-from guard import UserError, first_line
+from geometry import normalise_points
+from guard import UserError
+from read_hdf5 import RobotDemos
 
 # ----------------------------------------------------------------------------------------------------------------------
 # demonstrations
 
-
-class Window(NamedTuple):
-    """num_frames consecutive frames of a demo. `length` of them exist: fewer only where a short demo is padded."""
-
-    demo: str
-    start: int
-    length: int
-    split: str  # "train" | "val"
-
-    @property
-    def key(self):
-        return f"{self.demo}_{self.start:05d}"
-
-
-def view_names(views):
-    """ "left, right" -> ["left", "right"]."""
-    names = [name.strip() for name in (views.split(",") if isinstance(views, str) else views)]
-    if not all(names) or len(set(names)) != len(names):
-        raise UserError(f"views={views}: want different camera names, separated by commas")
-    return names
+# A reader's __init__ names the settings it wants and checks all metadata. It has
+#   views, pointmaps             [camera], the columns of the grid; whether depth and cameras are wanted too
+#   splits, num_frames, prompts  {demo: "train" | "val"}, {demo: frames}, {demo: instruction}; train first
+#   windows(num_frames, window_stride, pad_short)  -> [Window]; sets skipped, [(demo, frames)] of the demos too short,
+#                                and num_uncovered, frames at the ends of demos that are in none (all_windows)
+#   rgb(window, view, num_frames)                  -> uint8 f h w 3, the last frame held up to num_frames (hold_last)
+#   camera(window, view, num_frames)               -> depth f h w, K f 3 3, E f 4 4, float32 (check_camera)
+#   points(window, view, num_frames)               -> xyz f h w 3 in metres, valid f h w (world_points)
+#   image_size(demo, view), has_depth(demo)        -> (h, w) as recorded; whether all views have depth and cameras
+#   fingerprint()                                  -> {name: value} of what shapes a cache; "cameras": pointmaps alone
+# recordings.py has what stands in brackets, for every reader.
 
 
-def demo_number(name):
-    """Sort key: h5py lists demo_0, demo_1, demo_10, demo_2."""
-    digits = re.search(r"\d+$", name)
-    return (int(digits.group()) if digits else -1, name)
-
-
-class RobotDemos:
-    """The demos of a RoboCasa (robomimic) HDF5. All metadata is checked here, frames are read when asked for.
-
-    Validation demos are mask/<val_split>; with val_split="" or in a file without masks, the last `val_demos` of the
-    training demos are held out. pointmaps=True also wants <view>_depth, _intrinsics and _extrinsics.
-    """
-
-    def __init__(self, path, views, train_split="train", val_split="valid", val_demos=1, pointmaps=False):
-        self.path, self.views, self.pointmaps = str(path), view_names(views), pointmaps
-        self._file, self._pid = None, None
-        self.skipped = []  # (demo, frames) of the demos shorter than a window; filled by windows()
-        self.num_uncovered = 0  # frames at the ends of demos that no window holds; counted by windows()
-        self.splits = self._read_splits(train_split, val_split, val_demos)  # demo -> "train" | "val", numeric order
-        self.num_frames = {}  # demo -> frames
-        self.prompts = {}  # demo -> instruction
-        for demo in self.splits:
-            self.num_frames[demo] = self._check_demo(demo)
-            self.prompts[demo] = self._read_prompt(demo)
-
-    @property
-    def file(self):
-        """Opened once a process: an HDF5 handle that crosses a fork reads garbage."""
-        if self._pid != os.getpid():
-            try:
-                self._file, self._pid = h5py.File(self.path, "r"), os.getpid()
-            except OSError as error:
-                what = "a folder, want an HDF5 file" if os.path.isdir(self.path) else "no such file"
-                if os.path.isfile(self.path):
-                    what = f"not a whole HDF5 file ({first_line(error)}): copy it again"
-                raise UserError(f"data={self.path}: {what}") from None
-        return self._file
-
-    def _read_splits(self, train_split, val_split, val_demos):
-        if "data" not in self.file:
-            raise UserError(f"data={self.path}: got groups {list(self.file)}, want data/demo_N (robomimic layout)")
-        there = set(self.file["data"])
-        if "mask" in self.file:
-            train = self._read_mask("train_split", train_split, there)
-            val = self._read_mask("val_split", val_split, there) if val_split else []
-        else:
-            train, val, val_split = sorted(there, key=demo_number), [], ""
-        if not val_split:
-            if not 0 < val_demos < len(train):
-                raise UserError(f"val_demos={val_demos}: want 1 to {len(train) - 1} of the {len(train)} demos")
-            train, val = train[:-val_demos], train[-val_demos:]
-        if both := sorted(set(train) & set(val), key=demo_number):
-            raise UserError(
-                f"{both[0]} is in mask/{train_split} and mask/{val_split}: --val_split= holds out val_demos"
-            )
-        return dict.fromkeys(train, "train") | dict.fromkeys(val, "val")
-
-    def _read_mask(self, setting, split, there):
-        if split not in self.file["mask"]:
-            raise UserError(f"{setting}={split}: {self.path} has the masks {', '.join(self.file['mask']) or '(none)'}")
-        demos = mask_names(self.file["mask"][split])
-        if missing := sorted(set(demos) - there, key=demo_number):
-            raise UserError(f"{self.path}: mask/{split} names {missing[0]}, which data/ does not have")
-        if not demos:
-            raise UserError(f"{setting}={split}: mask/{split} of {self.path} is empty")
-        return sorted(demos, key=demo_number)
-
-    def _check_demo(self, demo):
-        """Presence, dtype, shape and length of all that will be read of a demo -> its number of frames."""
-        observations = self.file["data"][demo].get("obs", {})
-        lengths = {}
-        for view in self.views:
-            if f"{view}_image" not in observations:
-                cameras = ", ".join(name[: -len("_image")] for name in observations if name.endswith("_image"))
-                raise UserError(f"views={view}: {demo} of {self.path} has the views {cameras or 'none'}")
-            image = observations[f"{view}_image"]
-            if image.dtype != np.uint8 or image.ndim != 4 or image.shape[3] != 3:
-                raise UserError(f"{demo}/{view}_image: got {image.dtype} {image.shape}, want uint8 (frames, h, w, 3)")
-            lengths[f"{view}_image"] = len(image)
-            wanted = {"depth": image.shape[1:3], "intrinsics": (3, 3), "extrinsics": (4, 4)} if self.pointmaps else {}
-            for suffix, shape in wanted.items():
-                if f"{view}_{suffix}" not in observations:
-                    raise UserError(f"{demo}/{view}_{suffix}: not there: pointmaps want depth and cameras")
-                array = observations[f"{view}_{suffix}"]
-                if array.dtype.kind != "f" or array.shape[1:] not in (shape, (*shape, 1)):
-                    got, want = f"{array.dtype} {array.shape}", f"float (frames, {shape[0]}, {shape[1]})"
-                    raise UserError(f"{demo}/{view}_{suffix}: got {got}, want {want}; depth in metres")
-                lengths[f"{view}_{suffix}"] = len(array)
-        if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise UserError(f"{demo}: got unequal numbers of frames ({listed}), want the same in all")
-        return lengths[f"{self.views[0]}_image"]
-
-    def _read_prompt(self, demo):
-        meta = self.file["data"][demo].attrs.get("ep_meta")
-        if meta is None:
-            raise UserError(f"{demo}: no ep_meta attribute, want JSON with the instruction as lang")
-        try:
-            meta = json.loads(meta)
-        except ValueError:
-            raise UserError(f"{demo}: ep_meta is not JSON ({str(meta)[:40]!r}), want {{'lang': instruction}}") from None
-        lang = meta.get("lang") if isinstance(meta, dict) else None
-        if not isinstance(lang, str) or not lang.strip():
-            raise UserError(f"{demo}: got lang {lang!r} in ep_meta, want the instruction")
-        return lang
-
-    def windows(self, num_frames, window_stride, pad_short=False):
-        """All windows in the numeric order of demos, train first. A demo shorter than num_frames goes to .skipped, or
-        with pad_short=True becomes one window that holds its last frame. Zero windows in a split is an error."""
-        windows, self.skipped, self.num_uncovered = [], [], 0
-        for demo, split in self.splits.items():
-            frames = self.num_frames[demo]
-            if frames >= num_frames:
-                starts = range(0, frames - num_frames + 1, window_stride)
-                windows += [Window(demo, start, num_frames, split) for start in starts]
-                self.num_uncovered += frames - num_frames - starts[-1]
-            elif pad_short and frames > 0:
-                windows.append(Window(demo, 0, frames, split))
-            else:
-                self.skipped.append((demo, frames))
-        for split in ("train", "val"):
-            if not any(window.split == split for window in windows):
-                longest = max(self.num_frames[demo] for demo in self.splits if self.splits[demo] == split)
-                raise UserError(
-                    f"num_frames={num_frames}: no {split} windows left, the longest {split} demo has {longest} frames: "
-                    f"lower num_frames or set pad_short=True"
-                )
-        return windows
-
-    def _read(self, window, name, num_frames):
-        """obs/<name> of a window, its last frame held up to num_frames -> f ..."""
-        try:
-            frames = self.file[f"data/{window.demo}/obs/{name}"][window.start : window.start + window.length]
-        except OSError as error:
-            damage = f"{window.demo}/{name} is damaged ({first_line(error)})"
-            raise UserError(f"data={self.path}: {damage}: copy the file again") from None
-        held = num_frames - len(frames)
-        return np.concatenate([frames, np.repeat(frames[-1:], held, 0)]) if held > 0 else frames[:num_frames]
-
-    def rgb(self, window, view, num_frames):
-        """-> uint8 f h w 3."""
-        return self._read(window, f"{view}_image", num_frames)
-
-    def camera(self, window, view, num_frames):
-        """-> depth f h w (metres), K f 3 3, E f 4 4, float32. NaN is an error; 0 and inf mean "unknown"."""
-        depth = self._read(window, f"{view}_depth", num_frames).astype(np.float32)
-        depth = depth[..., 0] if depth.ndim == 4 else depth
-        K = self._read(window, f"{view}_intrinsics", num_frames).astype(np.float32)
-        E = self._read(window, f"{view}_extrinsics", num_frames).astype(np.float32)
-        for name, array in (("depth", depth), ("intrinsics", K), ("extrinsics", E)):
-            if (bad := np.isnan(array) if name == "depth" else ~np.isfinite(array)).any():
-                frame = window.start + int(bad.reshape(len(array), -1).any(1).argmax())
-                raise UserError(f"{window.demo}/{view}_{name}: got NaN in frame {frame}, want 0 where depth is unknown")
-        if not (np.linalg.det(K) > 0).all():
-            raise UserError(f"{window.demo}/{view}_intrinsics: got {K[0].tolist()}, want focal lengths above 0 and a "
-                            "last row 0 0 1")
-        return depth, K, E
-
-    def points(self, window, view, num_frames):
-        """-> world xyz f h w 3 in metres, valid f h w: False where the depth is 0 or infinite (xyz is 0 there)."""
-        depth, K, E = self.camera(window, view, num_frames)
-        valid = np.isfinite(depth) & (depth > 0)
-        xyz = unproject(np.where(valid, depth, 1), K, E)
-        return np.where(valid[..., None], xyz, 0), valid
-
-    def prompt(self, demo):
-        return self.prompts[demo]
-
-
-def mask_names(mask):
-    """The demos that a dataset of mask/ lists."""
-    return [name.decode() if isinstance(name, bytes) else str(name) for name in mask[()]]
+def open_demos(config):
+    """The reader of config["data"]. What the settings lack of what it wants has its own default."""
+    reader = RobotDemos  # the only kind so far: another one is chosen here, by what config["data"] is
+    wanted = inspect.signature(reader).parameters
+    return reader(**{name: config[name] for name in wanted if name in config})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

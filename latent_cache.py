@@ -8,98 +8,65 @@ Each of the five units is a folder with fingerprint.json (written first), all th
 last). A unit that was made from anything else than the settings at hand is refused.
 """
 
-import hashlib
 import json
 import os
 from functools import lru_cache
 from pathlib import Path
 
-import h5py
 import numpy as np
 import safetensors.torch
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 
-from data import Window, join_cells, mask_names, view_names
+from data import join_cells
 from guard import UserError, first_line, write_atomic
+from recordings import Window, content_hash, folder_hash, view_names
 
 
-def fingerprints(config, kind):
+def fingerprints(config, kind, demos):
     """{unit: {name: value}} of all that shapes the units these settings want; kind is "i2v" | "ti2v" | "t2v".
 
-    The trainer does not have prepare_robocasa.py's dtypes: what a config lacks is not compared.
+    What isn't at hand isn't compared: a trainer lacks prepare_robocasa.py's dtypes; demos, the recordings' reader, is
+    None where only a cache is left of them.
     """
 
     def known(*names):
         return {name: config[name] for name in names if name in config}
 
-    cameras, data = "", {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
-    if os.path.isfile(config["data"]):  # a LatentCache opens without the recordings too (the trainer wants them)
-        data["data_content"] = content_hash([Path(config["data"])])
-        data["masks"], cameras = small_content(config["data"], view_names(config["views"]), config["pointmaps"])
+    data = {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
+    data |= demos.fingerprint() if demos else {}
+    cameras = {"cameras": data.pop("cameras")} if "cameras" in data else {}
     latents = data | known("num_frames", "window_stride", "pad_short", "cell_height", "cell_width")
     latents |= {"views": view_names(config["views"]), "vae": weights_identity(config["model"], "vae")}
     latents |= known("vae_dtype", "cache_dtype")
-    box = known("workspace_box") if config["workspace_box"] else known("workspace_box", "box_percentile")
-    box |= {"cameras": cameras} if cameras else {}
+    box = known("workspace_box") if config.get("workspace_box") else known("workspace_box", "box_percentile")
+    box |= cameras
     text = data | {"text_encoder": weights_identity(config["model"], "text_encoder", "tokenizer")}
     text |= known("max_text_tokens", "negative_prompt", "text_dtype", "cache_dtype")
 
     units = {"rgb": latents, "condition/rgb": latents | {"kind": kind}, "condition/text": text}
-    if config["pointmaps"]:
+    if config.get("pointmaps"):
         units |= {"pointmap": latents | box, "condition/pointmap": latents | box | {"kind": kind}}
     return units
-
-
-def content_hash(paths, num_blocks=64, block_size=1 << 16):
-    """A cheap identity of files: names, sizes and 64 evenly spaced blocks of 64 KiB (everything, up to 4 MiB)."""
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with open(path, "rb") as file:
-            for offset in np.linspace(0, max(size - block_size, 0), num_blocks, dtype=int):
-                file.seek(offset)
-                digest.update(file.read(block_size))
-    return digest.hexdigest()[:16]
-
-
-def small_content(path, views, pointmaps):
-    """(hash of mask/, hash of each demo's first and last K and E, "" without pointmaps) of a recording.
-
-    content_hash takes samples of a large file: an edit in place of what is small would escape it.
-    """
-    digest = hashlib.sha256()
-    try:
-        with h5py.File(path, "r") as file:
-            masks = {split: mask_names(mask) for split, mask in file.get("mask", {}).items()
-                     if isinstance(mask, h5py.Dataset) and mask.ndim == 1}
-            for demo in file["data"] if pointmaps else ():
-                for name in [f"{view}_{kind}" for view in views for kind in ("intrinsics", "extrinsics")]:
-                    array = file["data"].get(f"{demo}/obs/{name}")  # demos outside the splits may lack it
-                    if array is not None and len(array):
-                        digest.update(f"{demo} {name} {array.shape}".encode())
-                        digest.update(array[0].tobytes() + array[-1].tobytes())
-    except OSError as error:
-        raise UserError(f"data={path}: a camera is damaged ({first_line(error)}): copy the file again") from None
-    masks = hashlib.sha256(json.dumps(masks, sort_keys=True).encode())
-    return masks.hexdigest()[:16], digest.hexdigest()[:16] if pointmaps else ""
 
 
 def contents(config, *names):
     """{"content of model": hash, ...} of the files and folders that settings name, "" for hub ids and what isn't set.
 
-    A resumed run wants what it began with, not just what has the same name now. Of folders the weights are taken, and
-    model_index.json: a run's own folder may lie among them.
+    A resumed run wants what it began with, not just what has the same name now. Of a folder with weights these count,
+    and model_index.json: a run's own folder may lie among them. Of another folder, of recordings, everything does.
     """
     found = {}
     for name in names:
-        path, files = Path(config[name]), []
-        if config[name] and path.exists():
+        path, content = Path(config[name]), ""
+        if config[name] and path.is_dir():
             patterns = ("model_index.json", "*.safetensors", "*/*.safetensors")
-            files = [file for p in patterns for file in sorted(path.glob(p))] if path.is_dir() else [path]
-        found[f"content of {name}"] = content_hash(files) if files else ""
+            weights = [file for pattern in patterns for file in sorted(path.glob(pattern))]
+            content = content_hash(weights) if weights else folder_hash(path)
+        elif config[name] and path.exists():
+            content = content_hash([path])
+        found[f"content of {name}"] = content
     return found
 
 
@@ -163,7 +130,8 @@ def spread(windows):
 
 
 class LatentCache:
-    """The cache that prepare_robocasa.py made with these settings (the dict of a script) for a model of this kind.
+    """The cache that prepare_robocasa.py made with these settings (the dict of a script) for a model of this kind, from
+    these recordings (their reader; None if they are gone).
 
     .train, .val   lists of Window
     .text          prompts n d, zero-padded after the encoder; .prompts their strings; .empty_index, .negative_index
@@ -171,22 +139,22 @@ class LatentCache:
     .skipped       (demo, frames) of the demos that were too short
     """
 
-    def __init__(self, config, kind):
+    def __init__(self, config, kind, demos):
         self.root = Path(config["cache_dir"])
         self.views = view_names(config["views"])
-        self.modalities = ["rgb", "pointmap"] if config["pointmaps"] else ["rgb"]
-        index = {unit: self._read_index(unit, expected) for unit, expected in fingerprints(config, kind).items()}
+        self.modalities = ["rgb", "pointmap"] if config.get("pointmaps") else ["rgb"]
+        index = {unit: self._read_index(unit, wanted) for unit, wanted in fingerprints(config, kind, demos).items()}
 
         windows = [Window(*window) for window in index["rgb"]["windows"]]
         self.train = [window for window in windows if window.split == "train"]
         self.val = spread([window for window in windows if window.split == "val"])
         self.skipped = [tuple(demo) for demo in index["rgb"]["skipped"]]
-        self.box = index["pointmap"]["box"] if config["pointmaps"] else None
-        self.floor_mm = index["pointmap"]["floor_mm"] if config["pointmaps"] else None
+        self.box = index["pointmap"]["box"] if "pointmap" in index else None
+        self.floor_mm = index["pointmap"]["floor_mm"] if "pointmap" in index else None
         self.prompts = index["condition/text"]["prompts"]
         self._prompt_of_demo = index["condition/text"]["prompt_of_demo"]
         self.empty_index = self.prompts.index("")
-        self.negative_index = self.prompts.index(config["negative_prompt"])
+        self.negative_index = self.prompts.index(config.get("negative_prompt", ""))
         self.text = self._load("condition/text", "embeddings")["text"]  # prompts n d
 
     def _read_index(self, unit, expected):

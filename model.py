@@ -212,9 +212,6 @@ def flow_matching_loss(wan, latents, noise, sigma, condition, text):
     return masked_mean(error.square(), generated_mask(wan, latents, condition))
 
 
-# ----------------------------------------------------------------------------- size, tokens, arithmetic
-
-
 # ----------------------------------------------------------------------------- LoRA
 
 
@@ -254,10 +251,11 @@ def by_expert(tensors):
 # ----------------------------------------------------------------------------- full weights
 
 
-def export_model(folder, wan, state_dicts):
+def export_model(folder, wan, state_dicts, belongs_to):
     """Write a complete diffusers folder: the trained transformers' weights beside the other parts of wan.model.
 
-    state_dicts: {"high": {name: cpu tensor}, ...}; other experts are copied. The folder appears whole or not at all.
+    state_dicts: {"high": {name: cpu tensor}, ...}; other experts are copied. belongs_to (of artifacts.py) is its
+    nanowan.json. The folder appears whole or not at all.
     """
     temporary = f"{folder}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -275,15 +273,18 @@ def export_model(folder, wan, state_dicts):
         save_torch_state_dict(state_dict, target, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
         with open(os.path.join(target, "config.json"), "w") as file:
             json.dump({"_class_name": "WanTransformer3DModel", **wan.config}, file, indent=2)
+    with open(os.path.join(temporary, "nanowan.json"), "w") as file:
+        json.dump(belongs_to, file, indent=2)
     replace_folder(temporary, folder)
 
 
-def export(out_dir, wan, tensors, rank, alpha, targets):
+def export(out_dir, wan, tensors, rank, alpha, targets, belongs_to):
     """What a run leaves for other tools: adapters in out_dir/lora, or a whole diffusers folder, out_dir/model.
 
-    tensors: {"high": {name: cpu tensor}, ...}, what by_expert returns; rank 0: all weights were trained.
+    tensors: {"high": {name: cpu tensor}, ...}, what by_expert returns; rank 0: all weights were trained. belongs_to:
+    what artifacts.belongs_to returns, written with them.
     """
     if rank:
-        export_lora(os.path.join(out_dir, "lora"), tensors, rank, alpha, targets)
+        export_lora(os.path.join(out_dir, "lora"), tensors, rank, alpha, targets, belongs_to)
     else:
-        export_model(os.path.join(out_dir, "model"), wan, tensors)
+        export_model(os.path.join(out_dir, "model"), wan, tensors, belongs_to)

@@ -30,11 +30,12 @@ import fsdp
 import geometry
 import video
 from configurator import check_values, configure
-from data import RobotDemos, Window, check_sizes, parse_box, point_cell, rgb_cell, view_names
+from data import check_sizes, open_demos, parse_box, point_cell, rgb_cell
 from geometry import denormalise_points, normalise_points
-from guard import UserError, hold_folder
+from guard import UserError, hold_folder, writing
 from latent_cache import LatentCache, fingerprint_differences, fingerprints, write_json, write_tensors
 from model import kind_of
+from recordings import Window, evenly
 
 # settings shared with train_i2v_sft.py: what shapes the cache
 model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME: its VAE and text encoder are used
@@ -48,9 +49,7 @@ num_frames = 5  # frames a window, 4n + 1
 window_stride = 4  # frames from one window's start to the next
 pad_short = False  # hold the last frame of demos shorter than a window, instead of skipping them
 train_split = "train"  # mask/<train_split> lists the training demos
-val_split = (
-    "valid"  # mask/<val_split> lists the validation demos; "": hold out the last val_demos of the training demos
-)
+val_split = "valid"  # mask/<val_split> lists the validation demos; "": hold out the last val_demos of the others
 val_demos = 1  # demos held out where there is no validation mask
 workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres, world frame; "": percentiles of the training points
 box_percentile = 1.0  # percent cut off at each side of each axis where workspace_box is ""
@@ -77,9 +76,9 @@ def sample_points(demos, num_samples=100):
     train = [demo for demo in demos.splits if demos.splits[demo] == "train"]
     frames = [Window(demo, i, 1, "train") for demo in train for i in range(demos.num_frames[demo])]
     points = []
-    for i in np.linspace(0, len(frames) - 1, min(num_samples, len(frames)), dtype=int):
+    for frame in evenly(frames, num_samples):
         for view in demos.views:
-            xyz, valid = demos.points(frames[i], view, 1)
+            xyz, valid = demos.points(frame, view, 1)
             points.append(xyz[valid][::7])  # odd, so that it does not keep to some columns
     points = np.concatenate(points)
     if not len(points):
@@ -110,34 +109,31 @@ def frames_to_check(demos):
 
     Of demos whose images have the first one's size.
     """
-    clips = [Window(demo, 0, demos.num_frames[demo], split) for demo, split in demos.splits.items()]
-    sizes = [[demos.file[f"data/{clip.demo}/obs/{view}_image"].shape[1:] for view in demos.views] for clip in clips]
-    clips = [clip for clip, size in zip(clips, sizes, strict=True) if size == sizes[0]]
-    clips = [clips[i] for i in np.linspace(0, len(clips) - 1, min(8, len(clips)), dtype=int)]
-    spaced = lambda array: array[:: max(len(array) // 4, 1)]  # noqa: E731
+    sizes = {demo: [demos.image_size(demo, view) for view in demos.views] for demo in demos.splits}
+    alike = [demo for demo in sizes if sizes[demo] == next(iter(sizes.values()))]
+    clips = [Window(demo, 0, demos.num_frames[demo], demos.splits[demo]) for demo in evenly(alike, 8)]
+    fifth = {clip: slice(None, None, max(clip.length // 4, 1)) for clip in clips}
     images, cameras = {}, {}
     for view in demos.views:
-        images[view] = np.concatenate([spaced(demos.rgb(clip, view, clip.length)) for clip in clips])
+        images[view] = np.concatenate([demos.rgb(clip, view, clip.length)[fifth[clip]] for clip in clips])
         if demos.pointmaps:
-            camera = [map(spaced, demos.camera(clip, view, clip.length)) for clip in clips]
+            camera = [[array[fifth[clip]] for array in demos.camera(clip, view, clip.length)] for clip in clips]
             cameras[view] = tuple(np.concatenate(arrays) for arrays in zip(*camera, strict=True))
     return clips, images, cameras
 
 
 def run_inspection():
     """Contact sheet and verdict; UserError if the recordings are not what training expects."""
-    names = view_names(views)
-    demos = RobotDemos(data, names, train_split, val_split, val_demos, pointmaps)
-    there = demos.file[f"data/{next(iter(demos.splits))}/obs"]
-    has_depth = all(f"{view}_{name}" in there for view in names for name in ("depth", "intrinsics", "extrinsics"))
+    demos = open_demos(config)
+    has_depth = demos.has_depth(next(iter(demos.splits)))
     if has_depth and not pointmaps:  # look at it all the same
-        demos = RobotDemos(data, names, train_split, val_split, val_demos, pointmaps=True)
-    print(f"{data}: {len(demos.splits)} demos, {sum(demos.num_frames.values())} frames, {len(names)} views")
+        demos = open_demos(config | {"pointmaps": True})
+    print(f"{data}: {len(demos.splits)} demos, {sum(demos.num_frames.values())} frames, {len(demos.views)} views")
 
     clips, images, cameras = frames_to_check(demos)
     first, rows = clips[0], []
     box, box_line = make_box(demos) if has_depth else (None, "")
-    for view in names:
+    for view in demos.views:
         rows.append((f"{view} rgb", demos.rgb(first, view, first.length)))
         if has_depth:
             depth, (xyz, valid) = demos.camera(first, view, first.length)[0], demos.points(first, view, first.length)
@@ -146,12 +142,8 @@ def run_inspection():
             colours = (normalise_points(torch.from_numpy(xyz), box).numpy() + 1) / 2 * valid[..., None]
             rows.append((f"{view} depth {near:.2f}..{far:.2f} m", (turbo * 255).astype(np.uint8)))
             rows.append((f"{view} xyz as colour", (colours * 255).astype(np.uint8)))
-    try:
+    with writing(cache_dir, "cache_dir"):
         sheet = video.contact_sheet(Path(cache_dir) / "inspect.png", rows)
-    except OSError as error:
-        raise UserError(
-            f"cache_dir={cache_dir}: cannot write there ({error.strerror}), choose another folder"
-        ) from None
     print(f"contact sheet {sheet}: look whether it is upright")
 
     if not has_depth:
@@ -193,7 +185,7 @@ with fsdp.all_ranks_agree():
     kind = kind_of(model)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, cell_height, cell_width, stride)
-    demos = RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+    demos = open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
 
@@ -207,7 +199,7 @@ with fsdp.all_ranks_agree():
 
 with fsdp.all_ranks_agree():
     # What is stale, and what is still to do: {unit: windows to encode}, prompts for the text.
-    units = fingerprints(config, kind)
+    units = fingerprints(config, kind, demos)
     todo, rebuild = {}, []
     for unit, fingerprint in units.items():
         if unit.split("/")[0] not in asked:
@@ -227,10 +219,9 @@ with fsdp.all_ranks_agree():
     need = sum(numbers_in(unit, len(items)) for unit, items in todo.items()) * DTYPES[cache_dtype].itemsize
     free = shutil.disk_usage(exists).free
     if need > free:
-        raise UserError(
-            f"cache_dir={cache_dir}: want {need / 1e9:.2f} GB, got {free / 1e9:.2f} GB free: choose another disk"
-            + (", or cache_dtype=bfloat16" if cache_dtype == "float32" else "")
-        )
+        smaller = ", or cache_dtype=bfloat16" if cache_dtype == "float32" else ""
+        raise UserError(f"cache_dir={cache_dir}: want {need / 1e9:.2f} GB, got {free / 1e9:.2f} GB free: choose "
+                        f"another disk{smaller}")
 
     if todo.get("pointmap") or todo.get("condition/pointmap"):
         # Every depth frame is read once, a hundredth of the time that encoding takes, so that a NaN in the last demo
@@ -293,17 +284,13 @@ def cells(unit, window):
         if unit.endswith("rgb"):
             yield rgb_cell(demos.rgb(window, view, frames), cell_height, cell_width, device)
         else:
-            xyz, valid = demos.points(window, view, frames)
-            yield point_cell(xyz, valid, box, cell_height, cell_width, device)[0]
+            yield point_cell(*demos.points(window, view, frames), box, cell_height, cell_width, device)[0]
 
 
-vae = None
-if any(todo[unit] for unit in todo if unit != "condition/text"):
-    vae = encoders.load_vae(model, device, DTYPES[vae_dtype])
-for unit in todo:
-    if unit == "condition/text":
-        continue
-    mine = todo[unit][rank::world_size]
+of_windows = {unit: items for unit, items in todo.items() if unit != "condition/text"}
+vae = encoders.load_vae(model, device, DTYPES[vae_dtype]) if any(of_windows.values()) else None
+for unit, items in of_windows.items():
+    mine = items[rank::world_size]
     start = time.perf_counter()
     bar = tqdm(total=len(mine), desc=unit, unit="window", disable=None if rank == 0 else True)
     for batch in (mine[i : i + encode_batch] for i in range(0, len(mine), encode_batch)):
@@ -321,7 +308,7 @@ for unit in todo:
     bar.close()
     if rank == 0:
         took = f", {time.perf_counter() - start:.1f} s" if mine else ""
-        print(f"{unit}: {len(todo[unit])} windows encoded, {len(windows) - len(todo[unit])} kept{took}")
+        print(f"{unit}: {len(items)} windows encoded, {len(windows) - len(items)} kept{took}")
 fsdp.barrier()
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -331,16 +318,14 @@ with fsdp.all_ranks_agree():
     for unit in todo if rank == 0 else ():
         if not todo[unit] and (root / unit / "index.json").exists():
             continue
+        index = {"windows": windows, "skipped": demos.skipped}
         if unit == "condition/text":
             prompt_of_demo = {demo: prompts.index(prompt) for demo, prompt in demos.prompts.items()}
             index = {"prompts": prompts, "prompt_of_demo": prompt_of_demo}
-        else:
-            index = {"windows": windows, "skipped": demos.skipped}
         if unit == "pointmap":
             vae = vae or encoders.load_vae(model, device, DTYPES[vae_dtype])
             errors = []
-            for i in np.linspace(0, len(windows) - 1, min(8, len(windows)), dtype=int):
-                window = windows[i]
+            for window in evenly(windows, 8):
                 latents = safetensors.torch.load_file(root / unit / f"{window.key}.safetensors")
                 for view in demos.views:
                     xyz, valid = demos.points(window, view, num_frames)
@@ -358,7 +343,7 @@ if rank == 0:
     if missing := [unit for unit in units if not (root / unit / "index.json").exists()]:
         print(f"{root}: still to be made before training: {', '.join(missing)}")
     else:
-        cache = LatentCache(config, kind)
+        cache = LatentCache(config, kind, demos)
         sample = cache.sample(cache.train[0])
         shapes = ", ".join(f"{name} {tuple(sample[name].shape)}" for name in ("latents", "condition"))
         print(f"{root}: {len(cache.train)} train and {len(cache.val)} validation windows; {shapes}; kind {kind}")

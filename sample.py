@@ -1,20 +1,23 @@
 """Generate a video with a fine-tuned Wan 2.2: model (+ LoRA or checkpoint) + given frames + prompt -> mp4 and png.
 
-    python sample.py --model=out/tiny_i2v/model --data=out/tiny/robot.hdf5 --demo=demo_600 --out=out/sample
-    python sample.py config/robocasa_i2v.py --lora=out/robocasa_i2v/lora --demo=demo_7
-    python sample.py config/robocasa_i2v.py --checkpoint=out/robocasa_i2v/ckpt/step_003000 --demo=demo_7
+    python sample.py out/tiny_i2v/config.json --demo=demo_600                    # a run's settings and its export
+    python sample.py --lora=out/my/lora --images=left.png,right.png --prompt="open the drawer"
+    python sample.py --checkpoint=out/my/ckpt/step_003000 --data=demo.hdf5 --demo=demo_7
     python sample.py --model=Wan-AI/Wan2.2-I2V-A14B-Diffusers --images=left.png,right.png --prompt="open the drawer" ...
 
-The config file of a fine-tuning run serves here too. Under torchrun the transformers are sharded over the GPUs.
+What isn't given is what the run's weights belong to (artifacts.py): model, views, cells, frames, shift, text, guidance,
+box, fps. The config file of a run serves here too. Under torchrun the transformers are sharded over the GPUs.
 """
 
 import os
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 import adapters
+import artifacts
 import checkpoints
 import data as robot_data
 import encoders
@@ -27,7 +30,9 @@ import validate
 import video
 from configurator import check_values, configure
 from guard import UserError
+from recordings import Window
 
+run = ""  # a run's config.json, also without --run=: its settings, and the lora/ or model/ it exported
 model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME
 lora = ""  # an exported lora/ folder to put on it
 checkpoint = ""  # a run's ckpt/step_NNNNNN to put on it instead: its average with EMA, else its weights
@@ -44,7 +49,7 @@ prompt = ""  # "": the demo's own
 negative_prompt = ""  # unconditional text
 views = "robot0_agentview_left,robot0_agentview_right"  # cameras of the demo, side by side in this order
 pointmaps = False  # HCPT: a pointmap row under the RGB row; wants a demo
-workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres for the pointmaps; "": the checkpoint's, else the cache's
+workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres for the pointmaps; "": that of the weights, else the cache's
 cache_dir = ""  # of the training: the box of its pointmaps is used
 cell_height = 16  # pixels of one view
 cell_width = 16  # pixels
@@ -61,57 +66,55 @@ fps = 8  # frames a second
 dtype = "float32"  # "float32" | "bfloat16"
 compile_blocks = False  # torch.compile each transformer block
 device = "auto"  # "auto" | "cpu" | "cuda"
-config = configure(globals(), also=("train_i2v_sft.py", "prepare_robocasa.py"))
+config = configure(globals(), also=("train_i2v_sft.py", "prepare_robocasa.py"), run="run", defaults=artifacts.recorded)
 
 # ----------------------------------------------------------------------------- checks
 rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
     wan = wan_model.describe(model, boundary_ratio)
+    record = artifacts.check(wan, config)
     check_values(config, at_least=dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01),
                  one_of=dict(dtype=("float32", "bfloat16")))
     wan.dtype = getattr(torch, dtype)
-    wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
-    guidance_scale_2 = guidance_scale_2 or guidance_scale
+    guidance = wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
-    if lora and checkpoint:
-        raise UserError("lora and checkpoint: want one of them")
-    if checkpoint and not os.path.isfile(os.path.join(checkpoint, "meta.json")):
-        raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
-    meta = checkpoints.read_meta(checkpoint) if checkpoint else {}
-    if meta and "views" not in meta["config"]:
-        raise UserError(f"checkpoint={checkpoint}: not of train_i2v_sft.py; want --lora= of the run's exported lora/")
-    for name in ("model", "pointmaps", "views", "cell_height", "cell_width", "num_frames", "shift"):
-        if meta and meta["config"][name] != config[name]:
-            trained_with = meta["config"][name]
-            raise UserError(f"{name}={config[name]}: {checkpoint} was trained with {trained_with}, want the same")
-    if lora and not any(adapters.has_lora(lora, expert) for expert in wan.expert_names):
-        raise UserError(f"lora={lora}: no exported adapter for {' or '.join(wan.expert_names)} in it")
+    adapted = {}  # expert -> rank (0: all weights), alpha, targets of what is put on it
+    settings = checkpoints.read_meta(checkpoint)["config"] if checkpoint else {}
+    if checkpoint:
+        adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
+        adapted = {e: adapter for e in wan.expert_names if settings.get("experts", "both") in ("both", e)}
+    if lora:
+        adapted = {e: adapters.read_lora(lora, e)[1:] for e in wan.expert_names if adapters.has_lora(lora, e)}
+        if not adapted:
+            raise UserError(f"lora={lora}: no exported adapter for {' or '.join(wan.expert_names)} in it")
+        for expert, adapter in adapted.items():
+            adapters.check_lora(wan, [expert], *adapter, lora)
+        fsdp.say(f"{lora}: {adapters.compare(record, config)}")
     if bool(images) == bool(demo):
         raise UserError(f"images={images!r}, demo={demo!r}: want either images (one a view) or a demo of data")
     box = None
     if pointmaps:
-        if workspace_box:
-            box = robot_data.parse_box(workspace_box)
-        else:
-            box = meta.get("box") or (latent_cache.cached_box(cache_dir) if cache_dir else None)
+        box = robot_data.parse_box(workspace_box) if workspace_box else record.get("box")
+        box = box or (latent_cache.cached_box(cache_dir) if cache_dir else None)
         if box is None or images:
-            raise UserError("pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one, or the "
-                            f"training's cache (got cache_dir={cache_dir!r})")
+            raise UserError("pointmaps=True: want a demo, and workspace_box or a lora, model or checkpoint that holds "
+                            f"one, or the training's cache (got cache_dir={cache_dir!r})")
     if demo:
-        demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
+        demos = robot_data.open_demos(config)
         if demo not in demos.num_frames:
             some = ", ".join(list(demos.num_frames)[:5])
             raise UserError(f"demo={demo}: not in {data}, which has {len(demos.num_frames)} demos: {some}, ...")
         frames_there = demos.num_frames[demo]
         if not 0 <= start < frames_there:
             raise UserError(f"start={start}: {demo} has {frames_there} frames")
-        window = robot_data.Window(demo, start, min(num_frames, frames_there - start), "val")
-        prompt = prompt or demos.prompt(demo)
+        window = Window(demo, start, min(num_frames, frames_there - start), "val")
+        prompt = prompt or demos.prompts[demo]
         truth, valid = validate.ground_truth(demos, window, config, box, device)
     else:
-        if meta and len(images.split(",")) != len(meta["config"]["views"].split(",")):
-            raise UserError(f"images={images}: want one a view of {checkpoint}: {meta['config']['views']}")
+        if "views" in record and images.count(",") != record["views"].count(","):
+            raise UserError(f"images={images}: want one a view of {lora or checkpoint or model}: "
+                            f"{record['views'] or 'it has one'}")
         truth, valid = {}, {}
         for i, path in enumerate(images.split(",")):
             try:
@@ -136,27 +139,17 @@ modalities, view_names = (list(dict.fromkeys(names)) for names in zip(*truth, st
 vae = encoders.load_vae(model, device)
 condition = None
 if wan.kind != "t2v" or clamp_first_frame:
-    condition = robot_data.join_cells({name: encoders.encode_condition(vae, cell[None, :, 0], num_frames, wan.kind)
-                                       for name, cell in truth.items()})  # b z F|1 H W
-tokenizer, text_encoder = encoders.load_text_encoder(model, device)
-text = encoders.encode_text(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens).to(device)
-text, negative = text.split(1)  # 1 n d each
-if rank == 0:
-    for line in encoders.text_warnings(tokenizer, text_encoder, [prompt, negative_prompt], max_text_tokens):
-        print(line)
-del tokenizer, text_encoder
+    given = {name: cell[None, :, 0] for name, cell in truth.items()}  # 1 3 h w each
+    condition = sampler.encode_given(vae, given, num_frames, wan.kind)  # 1 z F|1 H W
+tokens = sampler.embed(model, [prompt, negative_prompt], max_text_tokens, device, wan.dtype)  # {prompt: n d}
+text, negative = (F.pad(tokens[name], (0, 0, 0, max_text_tokens - len(tokens[name])))[None].to(device)
+                  for name in (prompt, negative_prompt))  # 1 n d each
 
 # ----------------------------------------------------------------------------- model
 mesh = fsdp.make_mesh(device, 1)
-settings = meta.get("config", {})
 for expert in wan.expert_names:
-    adapter = (0, 0, "")  # rank, alpha, targets
-    trained = bool(settings) and settings["experts"] in ("both", expert)
-    if trained and settings["lora_rank"]:
-        adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
-    elif lora and adapters.has_lora(lora, expert):
-        trained, adapter = True, adapters.read_lora(lora, expert)[1:]
-    transformer = wan_model.load_expert(wan, device, settings.get("seed", 0), *adapter, lora, expert, trained)
+    adapter = adapted.get(expert, (0, 0, ""))
+    transformer = wan_model.load_expert(wan, device, settings.get("seed", 0), *adapter, lora, expert, expert in adapted)
     fsdp.wrap_blocks(transformer, "none", compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 if checkpoint:
@@ -171,12 +164,11 @@ if checkpoint:
 latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
                 len(view_names) * cell_width // stride[2])
 sigmas = flow.sigma_grid(num_inference_steps, shift)
-if rank == 0:
-    print(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, "
-          f"guidance {guidance_scale:g} (high) {guidance_scale_2:g} (low), latents {latent_shape}")
-    print(f"prompt: {prompt}")
+fsdp.say(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, "
+         f"guidance {guidance_scale:g} (high) {guidance['guidance_scale_2']:g} (low), latents {latent_shape}\n"
+         f"prompt: {prompt}")
 noise = flow.randn(latent_shape, seed)[None].to(device)
-latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, guidance_scale, guidance_scale_2,
+latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, **guidance,
                             progress="sampling" if rank == 0 else None)
 if rank == 0:
     cells = sampler.decode_cells(vae, latents[0], modalities, view_names)

@@ -30,6 +30,7 @@ import torch
 from tqdm import tqdm
 
 import adapters
+import artifacts
 import checkpoints
 import encoders
 import flow
@@ -165,7 +166,9 @@ with fsdp.all_ranks_agree():
     if rollout == "sglang":
         sglang_sampler.check_settings(config, policy)
         SamplerClass, recompute_log_prob = sglang_sampler.SGLangSampler, True
-    num_trained = adapters.check_lora(policy, policy.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
+    belongs_to = artifacts.belongs_to(policy, config)  # what is exported says it
+    num_trained = adapters.check_lora(policy, policy.expert_names, lora_rank, lora_alpha, lora_targets, init_lora,
+                                      belongs_to)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])  # c f h w
@@ -334,7 +337,7 @@ def export():
     """The (averaged) adapters, or all weights of full fine-tuning, for other tools. Collective."""
     whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
     if is_main:
-        wan_model.export(out_dir, policy, whole, lora_rank, lora_alpha, lora_targets)
+        wan_model.export(out_dir, policy, whole, lora_rank, lora_alpha, lora_targets, belongs_to)
 
 
 def save(iteration):

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 import adapters
+import artifacts
 import checkpoints
 import cost
 import data as robot_data
@@ -34,6 +35,7 @@ from configurator import check_values, configure, save_config
 from fsdp import say
 from guard import UserError
 from plot import MetricsLog, draw_curves
+from recordings import view_names
 
 # ----------------------------------------------------------------------------- settings
 # model and output
@@ -41,7 +43,10 @@ model = "out/tiny/i2v"  # diffusers folder, hub id, or random:NAME (i2v-a14b, ti
 out_dir = "out/tiny_i2v"  # everything the run leaves behind
 resume = True  # go on from out_dir's last checkpoint; False: out_dir must hold none
 init_lora = ""  # an exported lora/ folder to start from
-dry_run = False  # print sizes, costs and windows, and stop
+dry_run = False  # print sizes, costs and windows, and stop; with data="" without the windows
+gpus = 0  # GPUs that a dry run is for; 0: as many as it runs on
+gpu_gib = 0.0  # memory of each of them, GiB; 0: this GPU's
+gpu = ""  # "h200": seconds a step there, and hours of the run
 # data: the same names as in prepare_robocasa.py
 data = "out/tiny/robot.hdf5"  # RoboCasa / robomimic HDF5
 cache_dir = "out/tiny/cache_i2v"  # written by prepare_robocasa.py
@@ -102,17 +107,19 @@ keep_last = 2  # checkpoints kept; 0: all
 log_interval = 50  # steps between lines
 config = configure(globals(), also=("prepare_robocasa.py",))
 MAY_CHANGE = {  # settings that a resumed run may change
-    "out_dir", "resume", "dry_run", "max_steps", "keep_in_memory", "max_bad_steps", "eval_interval", "num_val_windows",
-    "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale", "guidance_scale_2",
-    "fps", "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops", "save_interval", "keep_last",
-    "log_interval", "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
+    "out_dir", "resume", "dry_run", "gpus", "gpu_gib", "gpu", "max_steps", "keep_in_memory", "max_bad_steps",
+    "eval_interval", "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale",
+    "guidance_scale_2", "fps", "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops",
+    "save_interval", "keep_last", "log_interval",
+    "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
 }
 
 # ----------------------------------------------------------------------------- checks, before any weight is loaded
 rank, world_size, device = fsdp.init(device)
 is_main = rank == 0
 stop = fsdp.Stop()
-global_batch = batch_size * grad_accum * world_size
+num_ranks = gpus if dry_run and gpus else world_size
+global_batch = batch_size * grad_accum * num_ranks
 lora_alpha = lora_alpha or float(lora_rank)
 
 with fsdp.all_ranks_agree():
@@ -120,7 +127,7 @@ with fsdp.all_ranks_agree():
         batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1, num_val_windows=1,
         num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
         save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
-        shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1,
+        shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1, gpus=0, gpu_gib=0,
     ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))
     for name, top in (("ema_decay", "below 1"), ("beta2", "below 1"), ("text_dropout", "at most 1")):
         if config[name] > 1 or (config[name] == 1 and top == "below 1"):
@@ -134,60 +141,54 @@ with fsdp.all_ranks_agree():
         raise UserError(f"experts={experts}: {model} has {' and '.join(wan.expert_names)}; want both"
                         + ("" if "single" in wan.expert_names else ", high or low"))
     trained = wan.expert_names if experts == "both" else (experts,)
-    adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora)
+    belongs_to = artifacts.belongs_to(wan, config)  # what is exported says it
+    adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora, belongs_to)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
-    demos = robot_data.RobotDemos(data, views, train_split, val_split, val_demos, pointmaps)
-    windows = demos.windows(num_frames, window_stride, pad_short)
-    num_train = sum(window.split == "train" for window in windows)
-    if batch_size * world_size > num_train:
-        raise UserError(f"batch_size={batch_size} on {world_size} ranks: more than the {num_train} training windows; "
-                        "lower batch_size, use fewer ranks or a smaller window_stride")
+    if data or not dry_run:
+        demos = robot_data.open_demos(config)
+        windows = demos.windows(num_frames, window_stride, pad_short)
+        num_train = sum(window.split == "train" for window in windows)
+        if batch_size * num_ranks > num_train:
+            raise UserError(f"batch_size={batch_size} on {num_ranks} ranks: more than the {num_train} training "
+                            "windows; lower batch_size, use fewer ranks or a smaller window_stride")
+    num_views = len(view_names(views))
     latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
-                    len(demos.views) * cell_width // stride[2])
+                    num_views * cell_width // stride[2])
     tokens = cost.num_tokens(latent_shape)
     flops = cost.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
+    described = cost.describe_run(
+        wan, config, latent_shape, num_ranks, device, batch_size, batch_size * grad_accum, max_steps, len(trained),
+        reference=len(trained) < len(wan.expert_names) and num_val_videos > 0)
     checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
-    begun_with = config | latent_cache.contents(config, "model", "data")
+    begun_with = config | ({} if dry_run else latent_cache.contents(config, "model", "data"))
     if meta:
         changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
         if meta["global_batch"] != global_batch:
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
                             "keep ranks x batch_size x grad_accum")
 
-with fsdp.all_ranks_agree():
-    mesh = fsdp.make_mesh(device, dp_replicate)
-boundary = wan.boundary_ratio and f", boundary {wan.boundary_ratio} (timestep {1000 * wan.boundary_ratio:g})"
-shares = {expert: flow.expert_share(expert, wan.boundary_ratio, shift) for expert in wan.expert_names}
-parameters_each = cost.count_parameters(wan.config)
-say(f"model      {model}: {wan.kind}, {len(shares)} x {parameters_each:,} parameters{boundary or ''}, shift {shift:g}")
-say(f"experts    {', '.join(f'{name} {share:.1%} of the steps' for name, share in shares.items())}; trained: {experts}")
-say(f"validation {num_inference_steps} steps, guidance_scale {guidance_scale:g} (high), "
-    f"guidance_scale_2 {guidance_scale_2 or guidance_scale:g} (low)")
-say(f"grid       {' over '.join(modalities)} x {len(demos.views)} views, latents {latent_shape}, "
-    f"{tokens:,} tokens a clip")
-say(f"data       {num_train} training windows of {num_frames} frames, {len(windows) - num_train} held out, "
-    f"{num_train / global_batch:.1f} steps of {global_batch} clips an epoch")
-for demo, frames in demos.skipped:
-    say(f"           skipped {demo}: {frames} frames, want {num_frames} (pad_short=True holds the last)")
-say(f"cost       {flops / 1e12:,.2f} TFLOP a step and rank without recomputation")
-estimate = cost.estimate_memory(
-    wan.config, tokens * batch_size, len(wan.expert_names), world_size // dp_replicate, wan.dtype, lora_rank,
-    lora_targets, checkpointing, ema_decay > 0)
-say(f"memory     about {sum(estimate.values()):.1f} GiB a GPU: weights {estimate['weights']:.1f}, "
-    f"trained state {estimate['state']:.1f}, activations {estimate['activations']:.1f}")
-have = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else math.inf
-if sum(estimate.values()) > have:
-    say(f"warning    this GPU has {have:.0f} GiB: use checkpointing=selective or full, more GPUs, or a smaller clip")
+for line in described:
+    say(line)
+say(f"grid       {' over '.join(modalities)} x {num_views} views, latents {latent_shape}, {tokens:,} tokens a clip")
+if data or not dry_run:
+    say(f"data       {num_train} training windows of {num_frames} frames, {len(windows) - num_train} held out, "
+        f"{num_train / global_batch:.1f} steps of {global_batch} clips an epoch")
+    for demo, frames in demos.skipped:
+        say(f"           skipped {demo}: {frames} frames, want {num_frames} (pad_short=True holds the last)")
+else:
+    say("data       no recordings: windows not counted")
 if dry_run:
     fsdp.cleanup()
     raise SystemExit(0)
+with fsdp.all_ranks_agree():
+    mesh = fsdp.make_mesh(device, dp_replicate)
 
 # ----------------------------------------------------------------------------- data
 with fsdp.all_ranks_agree():
-    cache = latent_cache.LatentCache(config, wan.kind)
+    cache = latent_cache.LatentCache(config, wan.kind, demos)
     if is_main:
         save_config(out_dir, config)  # an out_dir that cannot be written is found here
 
@@ -277,7 +278,7 @@ def export():
     """The adapters, or all weights of full fine-tuning, for other tools (their average with EMA). Collective."""
     whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
     if is_main:
-        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets)
+        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets, belongs_to | {"box": cache.box})
 
 
 def not_finite(sample_losses, step):

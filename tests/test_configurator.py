@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import configurator
 from configurator import check_values, save_config
 from guard import UserError, release_folders
 from helpers import held_by_another
@@ -237,6 +238,22 @@ def test_only_rank_0_speaks(run, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError):
         run("--stesp=3")
+
+
+def test_what_is_given_and_what_a_script_knows_better(run, tmp_path, monkeypatch):
+    """A .json argument is the setting `run`'s value; defaults come after files and flags, in the setting's type."""
+    run("a.py", "--lr=1", a="steps = 3\nboundary = 0.5")
+    assert configurator.given == {"lr", "steps"}
+    run()
+    assert configurator.given == set()
+    source = SCRIPT.replace('also=("sibling.py",)', 'run="prompt", defaults=lambda config: better | dict(no_setting=1)')
+    (tmp_path / "script.py").write_text(source.replace("_private = 1", "better = dict(lr=2, steps=5, force=True)"))
+    config = run("a.py", "x/config.json", a="steps = 3")
+    assert config == DEFAULTS | dict(prompt="x/config.json", lr=2.0, steps=3, force=True)
+    assert type(config["lr"]) is float
+    (tmp_path / "script.py").write_text(source.replace("_private = 1", "better = dict(lr='2')"))
+    with pytest.raises(UserError, match="lr='2': got str, want float like 0.0001"):
+        run()
 
 
 def test_save_config(tmp_path):

@@ -1,4 +1,4 @@
-"""data.py and geometry.py on small recordings: windows, errors, points in the world, cells."""
+"""data.py, the readers of recordings and geometry.py on small ones: windows, errors, points in the world, cells."""
 
 import json
 import os
@@ -11,9 +11,11 @@ import torch
 
 import data
 import geometry
+import recordings
 import tiny
-from data import RobotDemos, Window
 from guard import UserError
+from read_hdf5 import RobotDemos
+from recordings import Window
 
 LEFT, RIGHT = VIEWS = ["robot0_agentview_left", "robot0_agentview_right"]
 BOX = [-0.5, -0.5, 0.6, 0.5, 0.5, 1.1]
@@ -58,7 +60,7 @@ def test_splits_and_numeric_order(recording, edit):
     demos = RobotDemos(recording, "robot0_agentview_left, robot0_agentview_right")
     assert list(demos.splits) == [f"demo_{i}" for i in range(12)]  # h5py's order would put demo_10 after demo_1
     assert [demo for demo, split in demos.splits.items() if split == "val"] == ["demo_11"]
-    assert demos.prompt("demo_0") == "a red ball moves left"
+    assert demos.prompts["demo_0"] == "a red ball moves left"
 
     held_out = RobotDemos(recording, LEFT, val_split="", val_demos=2).splits  # of mask/train, which lacks demo_11
     assert [demo for demo, split in held_out.items() if split == "val"] == ["demo_9", "demo_10"]
@@ -108,6 +110,70 @@ def test_the_file_is_opened_again_after_a_fork(recording):
         os._exit(0 if demos.file is not handle and demos.rgb(Window("demo_0", 0, 1, ""), LEFT, 1).any() else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert demos.file is handle
+
+
+def test_a_reader_gets_the_settings_it_wants_and_keeps_its_defaults(recording):
+    """A forked script may lack some settings, and has others."""
+    settings = {"data": str(recording), "views": f"{LEFT}, {RIGHT}", "lr": 1.0, "cache_dir": "none"}
+    few = data.open_demos(settings)
+    assert (few.views, few.pointmaps, few.splits["demo_11"], few.splits["demo_10"]) == (VIEWS, False, "val", "train")
+    demos = data.open_demos(settings | {"pointmaps": True, "val_split": "", "val_demos": 2, "train_split": "train"})
+    assert demos.pointmaps and [demo for demo in demos.splits if demos.splits[demo] == "val"] == ["demo_9", "demo_10"]
+    with pytest.raises(UserError, match="train_split=some: .* has the masks train, valid"):
+        data.open_demos(settings | {"train_split": "some"})
+
+
+def test_what_is_there_whatever_is_wanted(recording, edit):
+    demos = RobotDemos(recording, VIEWS)
+    assert demos.image_size("demo_3", RIGHT) == (32, 32) and demos.has_depth("demo_3")
+    for name in (DEPTH, f"data/demo_3/obs/{RIGHT}_extrinsics"):
+        path = edit(lambda file, name=name: file.pop(name))
+        assert [RobotDemos(path, VIEWS).has_depth(demo) for demo in ("demo_2", "demo_3")] == [True, False]
+    wide = RobotDemos(edit(lambda file: replace(file, IMAGE, lambda x: x[:, :20])), VIEWS)
+    assert wide.image_size("demo_3", LEFT) == (20, 32) and wide.image_size("demo_3", RIGHT) == (32, 32)
+
+
+class Another:
+    """The least that a second reader writes itself: one camera that looks along z, from further up frame by frame."""
+
+    windows, points = recordings.all_windows, recordings.world_points
+
+    def __init__(self, lengths, val_demos):
+        self.num_frames = lengths
+        self.splits = recordings.hold_out(list(lengths), val_demos)
+
+    def camera(self, window, view, num_frames):
+        depth = np.float32([[[2, 0], [np.inf, 4]]]).repeat(9, 0)[window.start : window.start + window.length]
+        E = np.eye(4)[None].repeat(len(depth), 0)
+        E[:, 2, 3] = window.start + np.arange(len(depth))
+        K = np.float32([[2, 0, 1], [0, 2, 1], [0, 0, 1]])[None].repeat(len(depth), 0)
+        recordings.check_camera(window, view, depth, K, E)
+        return tuple(recordings.hold_last(array, num_frames) for array in (depth, K, E))
+
+
+def test_what_readers_share_serves_a_second_one():
+    demos = Another({"a": 9, "short": 3, "b": 5, "held": 6}, val_demos=1)
+    assert demos.splits == {"a": "train", "short": "train", "b": "train", "held": "val"}
+    windows = demos.windows(5, 3)
+    assert windows == [Window("a", 0, 5, "train"), Window("a", 3, 5, "train"), Window("b", 0, 5, "train"),
+                       Window("held", 0, 5, "val")]
+    assert demos.skipped == [("short", 3)] and demos.num_uncovered == 1 + 0 + 1
+    padded = demos.windows(5, 3, pad_short=True)[2]
+    assert padded == Window("short", 0, 3, "train") and demos.skipped == []
+    xyz, valid = demos.points(padded, "front", 5)
+    assert valid.tolist() == [[[True, False], [False, True]]] * 5
+    assert xyz[:, 0, 0].tolist() == [[-0.5, -0.5, 2 + frame] for frame in (0, 1, 2, 2, 2)]  # the last is held
+    assert xyz[:, 1, 1].tolist() == [[1, 1, 4 + frame] for frame in (0, 1, 2, 2, 2)]
+    assert not xyz[~valid].any()
+    with pytest.raises(UserError, match="val_demos=4: want 1 to 3 of the 4 demos"):
+        Another(demos.num_frames, val_demos=4)
+    with pytest.raises(UserError, match="num_frames=7: no val windows left, the longest val demo has 6 frames"):
+        demos.windows(7, 1)
+
+
+def test_evenly():
+    assert recordings.evenly(list(range(10)), 4) == [0, 3, 6, 9]
+    assert recordings.evenly([5, 6], 8) == [5, 6] and recordings.evenly([], 8) == []
 
 
 # -------------------------------------------------------------------------------------------------- one line of errors

@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_wan_lora_to_diffusers
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +20,7 @@ from helpers import load
 
 ATTENTION = "to_q,to_k,to_v,to_out.0"
 EVERYTHING = f"{ATTENTION},ffn.net.0.proj,ffn.net.2"
+RECORD = {"model": "base", "kind": "i2v", "views": "left,right", "num_frames": 5, "box": None}
 SIGMA = {"high": torch.tensor([0.95]), "low": torch.tensor([0.5]), "single": torch.tensor([0.7])}
 FLOAT32 = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")  # what Wan keeps in float32 under bfloat16
 
@@ -44,6 +46,11 @@ def add_random_lora(wan, rank, alpha, targets):
         expert, name = name.split(".", 1)
         exported[expert][adapters.adapter_name(name)] = parameter.detach().clone()
     return exported
+
+
+def metadata_of(path):
+    with safe_open(path, framework="pt") as file:
+        return {key: text if key == "format" else json.loads(text) for key, text in file.metadata().items()}
 
 
 def pipeline_of(folder, kind):
@@ -92,7 +99,7 @@ def test_counts_of_adapters(name, rank, targets, trainable, tensors, total):
     assert sum(p.numel() for p in wan.experts[expert].parameters()) == total
     assert f"{expert}.blocks.0.attn1.to_q.lora_A.default.weight" in parameters
     estimate = cost.estimate_memory(wan.config, 1000, 1, 2, torch.bfloat16, rank, targets, "selective", ema=False)
-    assert estimate["state"] == trainable * 12 / 2 / 2**30  # gradient and two moments in float32, on two GPUs
+    assert estimate["state"] == trainable * 16 / 2 / 2**30  # float32: itself, gradient, two moments; on two GPUs
     assert estimate["weights"] == pytest.approx((total - trainable) * 2 / 2 / 2**30)
     full = cost.estimate_memory(wan.config, 1000, 1, 1, torch.bfloat16, 0, targets, "full", True, reference=True)
     assert full["state"] == (total - trainable) * 16 / 2**30  # and the average
@@ -250,7 +257,7 @@ def test_with_b_at_0_it_is_the_model_under_the_adapters(checkpoints):
     exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
     before = velocities(wan)
     parameters = wan_model.trainable_parameters(wan)
-    off = fsdp.swapped_in(parameters, {name: None for name in parameters if ".lora_B." in name})
+    off = fsdp.swapped_in(parameters, {name: 0 for name in parameters if ".lora_B." in name})
     with pytest.raises(RuntimeError), off:
         inside = velocities(wan)
         raise RuntimeError
@@ -273,8 +280,8 @@ def test_exported_adapters_load_into_diffusers(checkpoints, tmp_path, kind, file
     exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
     expected = velocities(wan)
     folder = tmp_path / "lora"
-    adapters.export_lora(str(folder), exported, 4, 6.0, EVERYTHING)
-    adapters.export_lora(str(folder), exported, 4, 6.0, EVERYTHING)  # over an older export
+    adapters.export_lora(str(folder), exported, 4, 6.0, EVERYTHING, RECORD)
+    adapters.export_lora(str(folder), exported, 4, 6.0, EVERYTHING, RECORD)  # over an older export
     assert {path.name for path in tmp_path.iterdir()} == {"lora"}
     assert {path.name for path in folder.iterdir()} == {
         f"{comfyui}{name}.safetensors" for comfyui in ("", "comfyui_") for name in files
@@ -293,7 +300,7 @@ def test_comfyui_keys(checkpoints, tmp_path):
     """The names of the original Wan code, and every tensor comes back through diffusers' own converter."""
     wan = load(checkpoints["ti2v"])
     exported = add_random_lora(wan, 4, 6.0, EVERYTHING)
-    adapters.export_lora(str(tmp_path / "lora"), exported, 4, 6.0, EVERYTHING)
+    adapters.export_lora(str(tmp_path / "lora"), exported, 4, 6.0, EVERYTHING, RECORD)
     tensors = load_file(tmp_path / "lora" / "comfyui_lora.safetensors")
     layers = {key.removeprefix("diffusion_model.blocks.1.").rsplit(".lora_down")[0] for key in tensors
               if key.startswith("diffusion_model.blocks.1.") and ".lora_down" in key}
@@ -310,11 +317,51 @@ def test_comfyui_keys(checkpoints, tmp_path):
         torch.testing.assert_close(b @ a, want)
 
 
+def test_adapters_say_what_they_belong_to_beside_what_diffusers_writes(checkpoints, tmp_path):
+    exported = add_random_lora(load(checkpoints["i2v"]), 4, 6.0, ATTENTION)
+    adapters.export_lora(str(tmp_path / "lora"), exported, 4, 6.0, ATTENTION, RECORD)
+    for expert, name in (("high", "high_noise"), ("low", "low_noise")):
+        WanPipeline.save_lora_weights(tmp_path, exported[expert], weight_name="theirs.safetensors",
+                                      transformer_lora_adapter_metadata=dict(
+                                          r=4, lora_alpha=6.0, target_modules=sorted(ATTENTION.split(","))))
+        theirs, ours, comfyui = (metadata_of(tmp_path / file) for file in (
+            "theirs.safetensors", f"lora/{name}.safetensors", f"lora/comfyui_{name}.safetensors"))
+        assert ours.pop("nanowan") == comfyui.pop("nanowan") == RECORD | {"expert": expert}
+        assert ours == theirs and comfyui == {"format": "pt"}
+        tensors, theirs = load_file(tmp_path / f"lora/{name}.safetensors"), load_file(tmp_path / "theirs.safetensors")
+        assert tensors.keys() == theirs.keys() and all(torch.equal(tensors[key], theirs[key]) for key in theirs)
+        assert adapters.read_record(str(tmp_path / "lora"), expert) == RECORD | {"expert": expert}
+
+
+def test_a_record_is_of_the_same_base_model_or_refused():
+    sizes = dict(kind="i2v", num_layers=3, dim=64, ffn_dim=128, in_channels=36, out_channels=16)
+    ours = {"model": "b", "content of model": "abc"} | sizes
+
+    def refusal_of(**record):
+        with pytest.raises(UserError) as caught:
+            adapters.check_base({"model": "a"} | record, ours, "x/lora")
+        return str(caught.value)
+
+    content = {"content of model": "abc"}
+    for record in ({}, content, content | sizes, {"content of model": "hub/a@123"} | sizes):  # the last: not comparable
+        adapters.check_base({"model": "b"} | record, ours, "x/lora")
+    adapters.check_base({"model": "a"} | content | sizes, ours, "x/lora")  # under another name
+    line = "model=b: x/lora was trained on a, whose {} is {}, here {}: want the model it was trained on"
+    assert refusal_of() == line.format("model", "a", "b")  # where there is no content, the name counts
+    assert refusal_of(**content | sizes | dict(num_layers=40)) == line.format("num_layers", 40, 3)
+    assert refusal_of(kind="ti2v") == line.format("kind", "ti2v", "i2v")
+    for other in ("abd", "random:i2v-a14b"):
+        assert refusal_of(**sizes, **{"content of model": other}) == line.format("content of model", other, "abc")
+    assert adapters.compare({"model": "a", "num_frames": 5, "shift": 5.0}, dict(num_frames=9, shift=5.0, views="x")) \
+        == "of a; num_frames 5 -> 9"
+    assert "doesn't say what it belongs to" in adapters.compare({}, ours)
+
+
 def test_adapters_round_trip(checkpoints, tmp_path):
     wan, again = load(checkpoints["i2v"]), load(checkpoints["i2v"])
     exported = add_random_lora(wan, 4, 6.0, ATTENTION)
     folder = str(tmp_path / "lora")
-    adapters.export_lora(folder, exported, 4, 6.0, ATTENTION)
+    adapters.export_lora(folder, exported, 4, 6.0, ATTENTION, RECORD)
     for expert, transformer in again.experts.items():
         assert adapters.has_lora(folder, expert)
         tensors, rank, alpha, targets = adapters.read_lora(folder, expert)
@@ -337,7 +384,7 @@ def test_adapters_round_trip(checkpoints, tmp_path):
         transformer = load(checkpoints["i2v"]).experts["high"]
         adapters.add_lora(transformer, rank, rank, targets)
         before = {name: parameter.clone() for name, parameter in transformer.named_parameters()}
-        with pytest.raises(UserError, match=f"init_lora={folder}: {number} tensors differ .* the first is {first}:"):
+        with pytest.raises(UserError, match=f"{folder}: {number} tensors differ .* the first is {first}:"):
             adapters.load_lora(transformer, tensors, folder)
         assert all(torch.equal(parameter, before[name]) for name, parameter in transformer.named_parameters())
 
@@ -363,8 +410,8 @@ def test_exported_model_is_a_whole_checkpoint(checkpoints, tmp_path, kind, train
     assert [torch.equal(base[name], expected[name]) for name in base] == [name not in trained for name in base]
     folder = str(tmp_path / "model")
     state = {expert: wan.experts[expert].state_dict() for expert in trained}
-    wan_model.export_model(folder, wan, state)
-    wan_model.export_model(folder, wan, state)  # over an older export
+    wan_model.export_model(folder, wan, state, RECORD)
+    wan_model.export_model(folder, wan, state, RECORD)  # over an older export
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
     again = load(folder)
@@ -374,12 +421,13 @@ def test_exported_model_is_a_whole_checkpoint(checkpoints, tmp_path, kind, train
     theirs = pipeline_velocities(wan, pipeline_of(folder, kind))
     assert_same(theirs, expected)
     got, want = ({path.relative_to(root) for path in Path(root).rglob("*")} for root in (folder, checkpoints[kind]))
-    assert got == want
+    assert got == want | {Path("nanowan.json")}
+    assert json.loads(Path(folder, "nanowan.json").read_text()) == RECORD
 
     # an interrupted export leaves the old one
     shutil.rmtree(Path(folder, "vae"))  # to recognise it
     with pytest.raises(AttributeError):
-        wan_model.export_model(folder, wan, {trained[0]: {"x": None}})
+        wan_model.export_model(folder, wan, {trained[0]: {"x": None}}, RECORD)
     assert not Path(folder, "vae").exists() and load(folder)
 
 

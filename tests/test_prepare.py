@@ -16,10 +16,12 @@ import torch
 
 import encoders
 import tiny
-from data import RobotDemos, Window, join_cells, point_cell, rgb_cell
+from data import join_cells, open_demos, point_cell, rgb_cell
 from guard import UserError
 from helpers import REPOSITORY, held_by_another
 from latent_cache import LatentCache, collate
+from read_hdf5 import RobotDemos
+from recordings import Window
 
 LEFT, RIGHT = VIEWS = ["robot0_agentview_left", "robot0_agentview_right"]
 BOX = f"-0.4,-0.4,{tiny.TABLE_HEIGHT - 0.2:.2f},0.4,0.4,{tiny.TABLE_HEIGHT + 0.3:.2f}"
@@ -65,12 +67,17 @@ def trainer_settings(config, **changes):
     return {name: value for name, value in config.items() if name not in own} | changes
 
 
+def opened(config, kind="i2v"):
+    """The cache, compared with the recordings as they are now."""
+    return LatentCache(config, kind, open_demos(config))
+
+
 # ------------------------------------------------------------------------------------------------- what is in the cache
 
 
 def test_cells_are_encoded_one_by_one_and_laid_out_as_a_grid(world, prepare):
     config = prepare(pointmaps=True, workspace_box=BOX, negative_prompt="blurred")["config"]
-    cache = LatentCache(trainer_settings(config), "i2v")
+    cache = opened(trainer_settings(config))
     demos = RobotDemos(world / "robot.hdf5", VIEWS, pointmaps=True)
     assert [w.key for w in cache.train + cache.val] == [w.key for w in demos.windows(5, 4)]
     assert {w.split for w in cache.train} == {"train"}
@@ -95,7 +102,7 @@ def test_cells_are_encoded_one_by_one_and_laid_out_as_a_grid(world, prepare):
     assert cache.box == [float(number) for number in BOX.split(",")]
 
     tokenizer, text_encoder = encoders.load_text_encoder(config["model"])
-    prompt = demos.prompt(window.demo)
+    prompt = demos.prompts[window.demo]
     expected = encoders.encode_text(tokenizer, text_encoder, [prompt, "", "blurred"], 16)
     got = cache.text[[sample["prompt_index"], cache.empty_index, cache.negative_index]]
     assert cache.prompts[sample["prompt_index"]] == prompt
@@ -108,7 +115,7 @@ def test_cells_are_encoded_one_by_one_and_laid_out_as_a_grid(world, prepare):
 
 def test_the_floor_is_the_round_trip_of_the_valid_points(world, prepare):
     config = prepare(pointmaps=True, workspace_box=BOX)["config"]
-    cache = LatentCache(config, "i2v")
+    cache = opened(config)
     demos = RobotDemos(world / "robot.hdf5", VIEWS, pointmaps=True)
     vae = encoders.load_vae(config["model"])
     windows = cache.train + cache.val
@@ -128,17 +135,17 @@ def test_the_floor_is_the_round_trip_of_the_valid_points(world, prepare):
 @pytest.mark.parametrize("kind", ["ti2v", "t2v"])
 def test_the_other_kinds_are_given_the_first_frame_alone(world, prepare, kind):
     config = prepare(model=world / kind, cache_dtype="bfloat16")["config"]
-    cache = LatentCache(trainer_settings(config), kind)
+    cache = opened(trainer_settings(config), kind)
     sample = cache.sample(cache.train[0])
     assert sample["condition"].shape == (16, 1, 4, 8)
     assert sample["condition"].dtype == torch.float32
     assert torch.allclose(sample["condition"][:, 0], sample["latents"][:, 0], atol=0.05)  # its own block in the DCT
     with pytest.raises(UserError, match=f"condition/rgb is stale: kind was {kind}, now i2v"):
-        LatentCache(trainer_settings(config), "i2v")
+        opened(trainer_settings(config))
 
 
 def test_the_percentile_box_cuts_the_tails(world, prepare):
-    box = LatentCache(prepare(pointmaps=True, box_percentile=5)["config"], "i2v").box
+    box = opened(prepare(pointmaps=True, box_percentile=5)["config"]).box
     demos = RobotDemos(world / "robot.hdf5", VIEWS, pointmaps=True)
     points = [demos.points(Window(d, 0, 5, ""), v, 5) for d in demos.splits if d != "demo_11" for v in VIEWS]
     points = np.concatenate([xyz[valid] for xyz, valid in points])
@@ -158,7 +165,7 @@ def test_an_interrupted_preparation_continues(prepare, tmp_path):
         (cache / name).unlink()
     (cache / "rgb/demo_4_00000.safetensors.tmp123").write_bytes(b"half")
     with pytest.raises(UserError, match="rgb is unfinished: run prepare_robocasa.py"):
-        LatentCache(prepare(pointmaps=True, parts="pointmap")["config"], "i2v")
+        opened(prepare(pointmaps=True, parts="pointmap")["config"])
     result = prepare(pointmaps=True)
     assert [w.key for w in result["todo"]["rgb"]] == ["demo_4_00000"]
     assert contents(cache) == whole
@@ -174,7 +181,7 @@ def test_pointmaps_are_added_to_an_rgb_cache(prepare, tmp_path):
     assert not result["todo"]["condition/text"]
     both = contents(tmp_path / "cache")
     assert {name: both[name] for name in rgb} == rgb
-    assert LatentCache(result["config"], "i2v").modalities == ["rgb", "pointmap"]
+    assert opened(result["config"]).modalities == ["rgb", "pointmap"]
 
 
 def test_a_stale_cache_is_refused_and_rebuilt(prepare, tmp_path):
@@ -183,44 +190,44 @@ def test_a_stale_cache_is_refused_and_rebuilt(prepare, tmp_path):
     with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: choose another cache_dir"):
         prepare(cell_height=32)
     with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32"):
-        LatentCache(trainer_settings(config, cell_height=32), "i2v")
+        opened(trainer_settings(config, cell_height=32))
     with pytest.raises(UserError, match="text is stale: max_text_tokens was 16, now 8"):
         prepare(max_text_tokens=8)
     assert contents(tmp_path / "cache") == before  # a refusal touches nothing
 
     result = prepare(max_text_tokens=8, force=True)  # only what is stale
     assert sorted(result["rebuild"]) == ["condition/text"]
-    assert LatentCache(result["config"], "i2v").text.shape[1] == 8
+    assert opened(result["config"]).text.shape[1] == 8
     result = prepare(max_text_tokens=8, force=True, parts="rgb")  # what is asked for
     assert result["rebuild"] == ["rgb"]
     assert contents(tmp_path / "cache/rgb") == {k[4:]: v for k, v in before.items() if k.startswith("rgb/")}
-    assert LatentCache(prepare(cell_height=32, max_text_tokens=8, force=True)["config"], "i2v").train
+    assert opened(prepare(cell_height=32, max_text_tokens=8, force=True)["config"]).train
 
 
 def test_another_recording_or_vae_makes_the_cache_stale(world, prepare, tmp_path):
     config = prepare(pointmaps=True)["config"]
     recording = tmp_path / "robot.hdf5"
     shutil.copy(world / "robot.hdf5", recording)
-    LatentCache(trainer_settings(config, data=str(recording)), "i2v")  # a copy elsewhere is the same recording
+    opened(trainer_settings(config, data=str(recording)))  # a copy elsewhere is the same recording
     with h5py.File(recording, "r+") as file:
         file[DEPTH][0, 0, 0] += 1
     with pytest.raises(UserError, match="rgb is stale: data_content was"):
-        LatentCache(trainer_settings(config, data=str(recording)), "i2v")
+        opened(trainer_settings(config, data=str(recording)))
     shutil.copytree(world / "i2v/vae", tmp_path / "model/vae")
     shutil.copytree(world / "i2v/text_encoder", tmp_path / "model/text_encoder")
     shutil.copytree(world / "i2v/tokenizer", tmp_path / "model/tokenizer")
-    LatentCache(trainer_settings(config, model=str(tmp_path / "model")), "i2v")  # and so is a copy of the checkpoint
+    opened(trainer_settings(config, model=str(tmp_path / "model")))  # and so is a copy of the checkpoint
     path = tmp_path / "model/vae/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"latents_std": [1.0] * 16}))
     with pytest.raises(UserError, match="rgb is stale: vae was"):
-        LatentCache(trainer_settings(config, model=str(tmp_path / "model")), "i2v")
+        opened(trainer_settings(config, model=str(tmp_path / "model")))
     with pytest.raises(UserError, match="pointmap is stale: workspace_box was , now 0,0,0,1,1,1"):
-        LatentCache(trainer_settings(config, workspace_box="0,0,0,1,1,1"), "i2v")
+        opened(trainer_settings(config, workspace_box="0,0,0,1,1,1"))
 
 
 def test_what_is_small_is_compared_whole(world, prepare, tmp_path, monkeypatch):
     """Of a large recording only samples are: an edit in place of a camera or of the split would fall between them."""
-    monkeypatch.setattr("latent_cache.content_hash", lambda paths: "the same samples")
+    monkeypatch.setattr("read_hdf5.content_hash", lambda paths: "the same samples")
     config = prepare(pointmaps=True)["config"]
     recording = tmp_path / "robot.hdf5"
     trainer = trainer_settings(config, data=str(recording))
@@ -234,18 +241,24 @@ def test_what_is_small_is_compared_whole(world, prepare, tmp_path, monkeypatch):
     def move(file):  # one camera of one demo by 10 cm
         file[f"data/demo_9/obs/{RIGHT}_extrinsics"][:, 0, 3] += 0.1
 
+    def exchange(file):  # a training demo for the held-out one
+        train, valid = file["mask/train"][()], file["mask/valid"][()]
+        train[3], valid[0] = valid[0], train[3]
+        file["mask/train"].write_direct(train)
+        file["mask/valid"].write_direct(valid)
+
     edited(move)
-    LatentCache(trainer | {"pointmaps": False}, "i2v")  # which RGB doesn't see
+    opened(trainer | {"pointmaps": False})  # which RGB doesn't see
     with pytest.raises(UserError, match="pointmap is stale: cameras was"):
-        LatentCache(trainer, "i2v")
-    edited(lambda file: file["mask/valid"].write_direct(np.array([b"demo_3"], dtype=file["mask/valid"].dtype)))
+        opened(trainer)
+    edited(exchange)
     with pytest.raises(UserError, match="rgb is stale: masks was"):
-        LatentCache(trainer, "i2v")
+        opened(trainer)
 
 
 def test_held_out_windows_begin_with_one_of_each_demo(prepare):
     result = prepare(val_split="", val_demos=3, window_stride=1)
-    cache = LatentCache(result["config"], "i2v")
+    cache = opened(result["config"])
     assert len(cache.val) > 6 and len({window.demo for window in cache.val[:3]}) == 3
     windows = [window for window in result["windows"] if window.split == "val"]
     assert sorted(cache.val) == sorted(windows) and cache.val != windows
@@ -268,8 +281,8 @@ def test_a_cache_that_is_added_to_is_unfinished_meanwhile(prepare, tmp_path, mon
         patch.setattr(encoders, "encode", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
         prepare()
     with pytest.raises(UserError, match="rgb is unfinished: run prepare_robocasa.py"):
-        LatentCache(config, "i2v")
-    assert LatentCache(prepare()["config"], "i2v").train
+        opened(config)
+    assert opened(prepare()["config"]).train
 
 
 def test_a_cache_dir_is_one_preparations(prepare, tmp_path):
@@ -284,7 +297,7 @@ def test_a_damaged_file_is_named(prepare, tmp_path):
     config = prepare()["config"]
     path = tmp_path / "cache/rgb/demo_0_00000.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    cache = LatentCache(config, "i2v")
+    cache = opened(config)
     with pytest.raises(UserError, match="demo_0_00000.safetensors: .*delete it and run prepare_robocasa.py again"):
         cache.sample(cache.train[0])
 
@@ -345,7 +358,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(prepare, tmp_path, monke
     files = contents(tmp_path / "cache")
     assert len(files) == 6
     assert all(safetensors.torch.load(file) for name, file in files.items() if name.endswith(".safetensors"))
-    assert LatentCache(prepare()["config"], "i2v").train  # it continues
+    assert opened(prepare()["config"]).train  # it continues
 
 
 def test_a_missing_text_encoder_is_found_before_the_vae(world, prepare, tmp_path, monkeypatch):
@@ -363,14 +376,14 @@ def test_a_missing_text_encoder_is_found_before_the_vae(world, prepare, tmp_path
     prepare()
     text = contents(tmp_path / "cache/condition/text")
     shutil.rmtree(tmp_path / "cache")
-    assert LatentCache(prepare(parts="rgb") and prepare(parts="condition")["config"], "i2v").train
+    assert opened(prepare(parts="rgb") and prepare(parts="condition")["config"]).train
     assert contents(tmp_path / "cache/condition/text") == text
 
     # Killed among the windows: the text is there already, and is kept.
     (tmp_path / "cache/condition/text/index.json").unlink()
     (tmp_path / "cache/condition/rgb/demo_4_00000.safetensors").unlink()
     used.clear()
-    assert LatentCache(prepare()["config"], "i2v").train
+    assert opened(prepare()["config"]).train
     assert used == ["load_vae"]
     assert contents(tmp_path / "cache/condition/text") == text
 
@@ -383,7 +396,7 @@ def test_a_missing_text_encoder_is_found_before_the_vae(world, prepare, tmp_path
 
 def test_a_cache_opens_without_its_recordings(prepare, tmp_path):
     config = prepare()["config"]
-    cache = LatentCache(trainer_settings(config, data=str(tmp_path / "gone/robot.hdf5")), "i2v")
+    cache = LatentCache(trainer_settings(config, data=str(tmp_path / "gone/robot.hdf5")), "i2v", None)
     assert cache.sample(cache.train[0])["latents"].shape == (16, 2, 4, 8)
 
 

@@ -1,14 +1,20 @@
-"""sample.py with pointmaps: where the box comes from, and a whole HCPT sample (test_train.py has its other uses)."""
+"""sample.py: what it takes from the weights it is given, what it refuses, pointmaps (test_train.py has its other uses).
+"""
 
 import json
 import re
+import shutil
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors import safe_open
 
+import adapters
+import data as robot_data
 import tiny
 import validate
-from helpers import refusal, script
+from helpers import files_of, refusal, script
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -21,7 +27,10 @@ def world(tmp_path_factory):
         for name, value in dict(num_layers=2, num_attention_heads=2, ffn_dim=128).items():
             patch.setitem(tiny.TRANSFORMER, name, value)
         tiny.make_robot_hdf5(folder / "robot.hdf5", num_demos=12)
-        tiny.make_checkpoint(folder / "i2v", "i2v", tiny.make_vae(), *tiny.make_text_encoder())
+        parts = (tiny.make_vae(), *tiny.make_text_encoder())
+        tiny.make_checkpoint(folder / "i2v", "i2v", *parts)
+        tiny.make_checkpoint(folder / "other", "i2v", *parts, seed=1)
+        tiny.make_checkpoint(folder / "ti2v", "ti2v", *parts)
     paths = dict(model=folder / "i2v", data=folder / "robot.hdf5", cache_dir=folder / "cache")
     script("prepare_robocasa.py", **paths, pointmaps=True)
     quick = dict(max_steps=2, eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1, warmup_steps=1)
@@ -64,14 +73,15 @@ def test_a_lora_is_sampled_in_the_box_of_the_cache(world, sample):
     assert base["box"] == box_of(world) and not torch.allclose(base["latents"], names["latents"], atol=1e-3)
 
 
-def test_the_box_is_taken_from_the_settings_then_the_checkpoint_then_the_cache(world, sample, tmp_path):
+def test_the_box_is_taken_from_the_settings_then_the_weights_then_the_cache(world, sample, tmp_path):
     assert sample(workspace_box="-1,-1,0,1,1,2", lora=world / "run/lora")[0]["box"] == [-1, -1, 0, 1, 1, 2]
     other = tmp_path / "pointmap/index.json"
     other.parent.mkdir()
     other.write_text(json.dumps({"box": [-2, -2, 0, 2, 2, 2]}))
     checkpoint = world / "run/ckpt/step_000002"
     assert sample(cache_dir=tmp_path, checkpoint=checkpoint)[0]["box"] == box_of(world)
-    assert sample(cache_dir=tmp_path, lora=world / "run/lora")[0]["box"] == [-2, -2, 0, 2, 2, 2]
+    assert sample(cache_dir=tmp_path, lora=world / "run/lora")[0]["box"] == box_of(world)
+    assert sample(cache_dir=tmp_path)[0]["box"] == [-2, -2, 0, 2, 2, 2]  # --model says nothing
 
 
 def test_without_a_box_the_three_places_are_named(world, tmp_path, monkeypatch):
@@ -90,3 +100,180 @@ def test_where_it_cannot_write_is_found_before_sampling(world, tmp_path):
     assert line.startswith(f"error: out={tmp_path}/file/x: ") and "want a folder that can be written" in line
     line = refusal("sample.py", world / "robot.py", demo="demo_99", out=tmp_path / "x")
     assert "demo=demo_99: not in " in line and "which has 12 demos: demo_" in line
+
+
+# ----------------------------------------------------------------------------- what weights belong to
+
+CELLS = dict(views="robot0_agentview_right,robot0_agentview_left", cell_height=24, num_frames=9, max_text_tokens=12,
+             negative_prompt="dark")  # all of them others than sample.py's own
+SAMPLED = dict(shift=3.0, boundary_ratio=0.8, guidance_scale=2.0, guidance_scale_2=1.5, fps=5)
+STEPS = dict(num_inference_steps=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def images(world):
+    """--images=, --prompt= of a demo's first frame, its views in the run's order."""
+    demos = robot_data.RobotDemos(world / "robot.hdf5", CELLS["views"])
+    window = robot_data.Window("demo_7", 0, 1, "val")
+    for view in demos.views:
+        tiny.Image.fromarray(demos.rgb(window, view, 1)[0]).save(world / f"{view}.png")
+    return dict(images=",".join(str(world / f"{view}.png") for view in demos.views), prompt=demos.prompt("demo_7"))
+
+
+@pytest.fixture(scope="module")
+def runs(world):
+    """out_dirs of two runs with settings of their own: {"lora": folder, "full": folder}."""
+    paths = dict(model=world / "i2v", data=world / "robot.hdf5", cache_dir=world / "cache_cells", pad_short=True)
+    script("prepare_robocasa.py", **paths, **CELLS)
+    quick = dict(max_steps=2, eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1, warmup_steps=1,
+                 batch_size=4, lr=0.05)
+    for name, rank in (("lora", 4), ("full", 0)):
+        script("train_i2v_sft.py", **paths, **CELLS, **SAMPLED, **quick, out_dir=world / name, lora_rank=rank)
+    return {name: world / name for name in ("lora", "full")}
+
+
+def record_in(path):
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["nanowan"])
+
+
+def sampled(out, *files, **settings):
+    """Latents of a sample, its frames a second, what was printed."""
+    names, printed = script("sample.py", *files, **STEPS, **settings, out=out)
+    assert names["config"]["fps"] == names["fps"]
+    return names["latents"], names["fps"], printed
+
+
+def test_an_export_says_what_it_belongs_to(world, runs):
+    wanted = CELLS | SAMPLED | dict(
+        model=str(world / "i2v"), pointmaps=False, cell_width=16, clamp_first_frame=True, experts="both",
+        dtype="float32", kind="i2v", num_layers=2, dim=2 * tiny.TRANSFORMER["attention_head_dim"], ffn_dim=128,
+        in_channels=36, out_channels=16, box=None)
+    for expert, name in (("high", "high_noise"), ("low", "low_noise")):
+        record = record_in(runs["lora"] / f"lora/{name}.safetensors")
+        content, commit = record.pop("content of model"), record.pop("commit")
+        assert record == wanted | {"expert": expert} and re.fullmatch("[0-9a-f]{16}", content)
+        assert commit == json.loads((runs["lora"] / "config.json").read_text())["commit"]
+    of_model = json.loads((runs["full"] / "model/nanowan.json").read_text())
+    assert of_model == wanted | {"content of model": content, "commit": commit}
+    assert record_in(world / "run/lora/low_noise.safetensors")["box"] == box_of(world)
+
+
+def test_an_adapter_alone_is_enough(world, runs, images, tmp_path):
+    out_dir = runs["lora"]
+    spelled = sampled(tmp_path / "a", **images, **CELLS, **SAMPLED, model=world / "i2v", lora=out_dir / "lora")
+    assert spelled[:1][0].shape == (1, 16, 3, 6, 8) and spelled[1] == 5
+    for alone in (dict(lora=out_dir / "lora"), dict(checkpoint=out_dir / "ckpt/step_000002"),
+                  dict(run=out_dir / "config.json")):
+        latents, fps, printed = sampled(tmp_path / "b", **images, **alone)
+        assert torch.equal(latents, spelled[0]) and fps == 5 and "doesn't say" not in printed
+    latents, fps, _ = sampled(tmp_path / "b", out_dir / "config.json", demo="demo_7")  # its data too
+    torch.testing.assert_close(latents, spelled[0])
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+
+    shutil.copytree(world / "i2v", tmp_path / "elsewhere")  # the same content under another name; free settings
+    latents, fps, _ = sampled(tmp_path / "b", **images, lora=out_dir / "lora", model=tmp_path / "elsewhere", fps=7)
+    assert torch.equal(latents, spelled[0]) and fps == 7
+    guided = sampled(tmp_path / "b", **images, lora=out_dir / "lora", guidance_scale=3.0)[0]
+    assert not torch.allclose(guided, spelled[0], atol=1e-3)
+
+
+def test_a_model_of_full_fine_tuning_alone_is_enough(world, runs, images, tmp_path):
+    model = runs["full"] / "model"
+    spelled = sampled(tmp_path / "a", **images, **CELLS, **SAMPLED, model=model)
+    base = sampled(tmp_path / "a", **images, **CELLS, **SAMPLED, model=world / "i2v")
+    for alone in (dict(model=model), dict(run=runs["full"] / "config.json"),
+                  dict(checkpoint=runs["full"] / "ckpt/step_000002")):
+        latents, fps, _ = sampled(tmp_path / "b", **images, **alone)
+        assert torch.equal(latents, spelled[0]) and fps == 5
+    assert not torch.allclose(base[0], spelled[0], atol=1e-3)
+    assert "cell_width=32: " in refusal("sample.py", **images, model=model, cell_width=32, out=tmp_path / "no")
+
+
+def test_weights_on_what_they_do_not_belong_to_are_one_line(world, runs, images, tmp_path):
+    lora, out = runs["lora"] / "lora", tmp_path / "out"
+    config_file = tmp_path / "other.py"
+    config_file.write_text("cell_height = 32\n")
+    for source in (dict(lora=lora), dict(checkpoint=runs["lora"] / "ckpt/step_000002")):
+        name = next(iter(source.values()))
+        for change, words in [
+            (dict(model=world / "other"), f"model={world}/other: {name} was trained on {world}/i2v, whose content of"),
+            (dict(cell_height=16), f"cell_height=16: {name} was trained with 24, want the same"),
+            (dict(num_frames=5), f"num_frames=5: {name} was trained with 9, want the same"),
+            (dict(shift=5.0), f"shift=5.0: {name} was trained with 3.0, want the same"),
+            (dict(pointmaps=True), f"pointmaps=True: {name} was trained with False, want the same"),
+            (dict(views="left"), f"views=left: {name} was trained with {CELLS['views']}, want the same"),
+            (dict(images=images["images"].split(",")[0]), f"right.png: want one a view of {name}: {CELLS['views']}"),
+        ]:
+            assert words in refusal("sample.py", **images | source | change, out=out / "x"), change
+        line = refusal("sample.py", config_file, **images, **source, out=out / "x")
+        assert f"cell_height=32: {name} was trained with 24, want the same" in line
+    line = refusal("sample.py", **images, lora=lora, model=world / "ti2v", out=out / "x")
+    assert f"model={world}/ti2v: {lora} was trained on {world}/i2v, whose kind is i2v, here ti2v: want" in line
+
+    for name, text, words in [("none", None, "No such file"), ("list", "[]", "no settings of a run in it"),
+                              ("cut", '{"settings": {', "Expecting"), ("other", '{"settings": {}}', "no settings"),
+                              ("typed", '{"settings": {"model": 5}}', "neither lora/ nor model/ is beside it")]:
+        path = tmp_path / name / "config.json"
+        if text is not None:
+            path.parent.mkdir()
+            path.write_text(text)
+        line = refusal("sample.py", path, **images, out=out / "x")
+        assert line.startswith(f"error: {path}: ") and words in line
+    path.write_text('{"settings": {"model": "x", "num_inference_steps": "9"}}')
+    line = refusal("sample.py", path, **images, lora=lora, out=out / "x")
+    assert "num_inference_steps='9': got str, want int" in line
+    assert not out.exists()
+
+
+def test_an_adapter_that_says_nothing_is_used_as_it_is_and_told(world, runs, images, tmp_path):
+    for path in (runs["lora"] / "lora").glob("*_noise.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            metadata = {key: text for key, text in file.metadata().items() if key != "nanowan"}
+        (tmp_path / "lora").mkdir(exist_ok=True)
+        safetensors.torch.save_file(safetensors.torch.load_file(path), tmp_path / "lora" / path.name, metadata)
+    spelled = dict(model=world / "i2v", lora=tmp_path / "lora") | images | CELLS | SAMPLED
+    latents, _, printed = sampled(tmp_path / "a", **spelled)
+    assert f"{tmp_path}/lora: doesn't say what it belongs to" in printed
+    assert torch.equal(latents, sampled(tmp_path / "a", **images, lora=runs["lora"] / "lora")[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.TRANSFORMER, "num_layers", 1)
+        tiny.make_checkpoint(tmp_path / "small", "i2v", tiny.make_vae(), *tiny.make_text_encoder())
+    line = refusal("sample.py", **spelled | dict(model=tmp_path / "small"), out=tmp_path / "no/x")
+    assert f"{tmp_path}/lora: " in line and "tensors differ from " in line and not (tmp_path / "no").exists()
+
+
+def test_training_goes_on_from_an_adapter_of_the_same_base_in_another_size(world, runs, tmp_path):
+    start = dict(data=world / "robot.hdf5", init_lora=runs["lora"] / "lora", lora_rank=4, batch_size=4, max_steps=1,
+                 cache_dir=world / "cache", eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1,
+                 shift=3.0, out_dir=tmp_path / "out")
+    _, printed = script("train_i2v_sft.py", **start, model=world / "i2v")
+    views = "views {1},{0} -> {0},{1}".format("robot0_agentview_left", "robot0_agentview_right")
+    line = f"init_lora  {runs['lora']}/lora: of {world}/i2v; {views}, cell_height 24 -> 16, num_frames 9 -> 5\n"
+    assert line in printed
+    assert record_in(tmp_path / "out/lora/low_noise.safetensors")["num_frames"] == 5
+    line = refusal("train_i2v_sft.py", **start | dict(out_dir=tmp_path / "no"), model=world / "other")
+    assert not (tmp_path / "no").exists()
+    assert f"model={world}/other: {runs['lora']}/lora was trained on {world}/i2v, whose content of model is " in line
+
+
+def test_an_adapter_of_reinforcement_learning_alone_is_enough(world, images, tmp_path):
+    tiny.make_prompts(tmp_path)
+    script("train_grpo.py", model=world / "ti2v", data_jsonl=tmp_path / "train.jsonl", height=24, width=32, shift=3.0,
+           eval_data_jsonl=tmp_path / "eval.jsonl", out_dir=tmp_path / "grpo", rewards="smoothness:1.0", fps=5,
+           eval_rewards="", prompts_per_iteration=2, group_size=2, rollout_batch=4, num_steps=3, sde_window="(0,2)",
+           num_eval_samples=2, num_eval_videos=0, num_eval_steps=1, eval_interval=0, max_iterations=1, lora_rank=4)
+    lora, one = tmp_path / "grpo/lora", images | dict(images=images["images"].split(",")[0])
+    spelled = sampled(tmp_path / "a", **one, model=world / "ti2v", lora=lora, cell_height=24, cell_width=32, shift=3.0,
+                      fps=5, views="any")
+    assert spelled[0].shape == (1, 16, 2, 6, 8)
+    for alone in (dict(lora=lora), dict(run=tmp_path / "grpo/config.json"),
+                  dict(checkpoint=tmp_path / "grpo/ckpt/step_000001")):
+        latents, fps, _ = sampled(tmp_path / "b", **one, **alone)
+        assert torch.equal(latents, spelled[0]) and fps == 5
+    (tmp_path / "b.mp4").unlink()
+    for change, words in [(images, "want one a view of "), (dict(cell_width=16), "cell_width=16: "),
+                          (dict(views=CELLS["views"]), "was trained with one view, want the same")]:
+        assert words in refusal("sample.py", **one | dict(lora=lora) | change, out=tmp_path / "b")
+    assert not [name for name in files_of(tmp_path) if name == "b.mp4"]
+    assert adapters.read_record(str(lora), "single")["kind"] == "ti2v"

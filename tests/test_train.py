@@ -43,6 +43,7 @@ from helpers import (
     script,
     tensors_of,
 )
+from recordings import Window
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = dict(batch_size=8, lr=1e-3, max_steps=6, log_interval=1, eval_interval=3, save_interval=3, warmup_steps=2,
@@ -440,12 +441,12 @@ def test_sample_makes_the_same_video_from_model_lora_and_checkpoint(world, strai
 
 def test_sample_takes_images_too(world, tmp_path):
     demos = robot_data.RobotDemos(world / "robot.hdf5", "robot0_agentview_left,robot0_agentview_right")
-    window = robot_data.Window("demo_23", 0, 5, "val")
+    window = Window("demo_23", 0, 5, "val")
     for view in demos.views:
         tiny.Image.fromarray(demos.rgb(window, view, 1)[0]).save(tmp_path / f"{view}.png")
     common = dict(model=world / "i2v", num_inference_steps=2)
     images = ",".join(str(tmp_path / f"{view}.png") for view in demos.views)
-    prompt = demos.prompt("demo_23")
+    prompt = demos.prompts["demo_23"]
     ours, _ = script("sample.py", **common, images=images, prompt=prompt, out=tmp_path / "a")
     wanted, _ = script("sample.py", **common, data=world / "robot.hdf5", demo="demo_23", out=tmp_path / "b")
     assert torch.equal(ours["latents"], wanted["latents"])
@@ -457,12 +458,12 @@ def test_sample_refuses_in_one_line(world, straight, tmp_path):
     for change, words in [
         (dict(lora="x", checkpoint="y"), "lora and checkpoint: want one of them"),
         (dict(checkpoint=straight), "no meta.json there; want a run's ckpt/step_NNNNNN"),
-        (dict(lora=tmp_path), "no exported adapter for high or low in it"),
+        (dict(lora=tmp_path), "no exported adapter in it; want a run's lora/ folder"),
         (dict(demo="demo_99"), "demo=demo_99: not in "),
         (dict(start=9), "start=9: demo_23 has "),
         (dict(demo=""), "want either images (one a view) or a demo of data"),
         (dict(demo="", images="nowhere.png", prompt="x"), "images=nowhere.png: "),
-        (dict(pointmaps=True), "pointmaps=True: want a demo, and workspace_box or a checkpoint that holds one"),
+        (dict(pointmaps=True), "pointmaps=True: want a demo, and workspace_box or a lora, model or checkpoint"),
         (dict(cell_width=20), "cell_width=20: want a multiple of 8 (16 or 24)"),
         (dict(num_frames=6), "num_frames=6: want 4n+1 (5 or 9)"),
         (dict(dtype="float16"), "dtype=float16: want float32 or bfloat16"),

@@ -1,0 +1,99 @@
+"""What exported adapters, models and checkpoints belong to: their record, what sample.py takes from it, and refuses.
+
+A record is one JSON dict: the run's settings that its weights belong to, by sample.py's names, the base model (kind,
+sizes, content), the box of the pointmaps and the commit. Adapters have it in their metadata ("nanowan"), a model folder
+in nanowan.json, a checkpoint in the settings and the box of its meta.json.
+"""
+
+import json
+import os
+
+import adapters
+import checkpoints
+from configurator import git_commit, given
+from guard import UserError, first_line
+from latent_cache import contents, weights_identity
+
+SETTINGS = (  # of a record: those that sample.py must have too, then those that may be given otherwise
+    "model", *adapters.GEOMETRY, "experts", "clamp_first_frame", "boundary_ratio", "max_text_tokens", "negative_prompt",
+    "guidance_scale", "guidance_scale_2", "fps", "dtype")
+
+
+def settings_of(config):
+    """The settings that a run's weights belong to; train_grpo.py's picture is a cell of one view without name."""
+    if "height" in config:
+        config = dict(views="", pointmaps=False, clamp_first_frame=False, cell_height=config["height"],
+                      cell_width=config["width"]) | config
+    return {name: config[name] for name in SETTINGS if name in config}
+
+
+def belongs_to(wan, config, box=None):
+    """The record of a run with this model and these settings; box: x0 y0 z0 x1 y1 z1 of its pointmaps, metres."""
+    content = contents(config, "model")["content of model"] or weights_identity(wan.model, "transformer")
+    sizes = {name: wan.config[name] for name in ("num_layers", "ffn_dim", "in_channels", "out_channels")}
+    sizes["dim"] = wan.config["num_attention_heads"] * wan.config["attention_head_dim"]
+    return settings_of(config) | sizes | {"kind": wan.kind, "boundary_ratio": wan.boundary_ratio or 0.0, "box": box,
+                                          "content of model": content, "commit": git_commit()}
+
+
+def read_json(path, wanted):
+    """-> the dict in a JSON file. UserError where there is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: {first_line(error)}: want {wanted}") from None
+
+
+def records_of(config):
+    """The records of the weights that sample.py is given: one a file of a lora; [{}] where they say nothing."""
+    lora, checkpoint, of_model = config["lora"], config["checkpoint"], f"{config['model']}/nanowan.json"
+    if lora and checkpoint:
+        raise UserError("lora and checkpoint: want one of them")
+    if lora:
+        experts = [expert for expert in adapters.LORA_FILES if adapters.has_lora(lora, expert)]
+        if not experts:
+            raise UserError(f"lora={lora}: no exported adapter in it; want a run's lora/ folder")
+        return [adapters.read_record(lora, expert) for expert in experts]
+    if checkpoint:
+        if not os.path.isfile(os.path.join(checkpoint, "meta.json")):
+            raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
+        meta = checkpoints.read_meta(checkpoint)
+        return [settings_of(meta["config"]) | {"box": meta.get("box"),
+                                               "content of model": meta["config"].get("content of model")}]
+    record = read_json(of_model, "what full fine-tuning exported") if os.path.isfile(of_model) else {}
+    return [{name: value for name, value in record.items() if name not in ("model", "content of model")}]  # its base's
+
+
+def recorded(config):
+    """What sample.py takes where nothing is given: {setting: value} of config["run"] and of the weights' record."""
+    path, found = config["run"], {}
+    if path:
+        settings = read_json(path, "a run's config.json").get("settings")
+        if not isinstance(settings, dict) or "model" not in settings:
+            raise UserError(f"{path}: no settings of a run in it, want the config.json of a run's out_dir")
+        found, out_dir = settings | settings_of(settings), os.path.dirname(path)
+        if not (config["lora"] or config["checkpoint"] or "model" in given):
+            there = [name for name in ("lora", "model") if os.path.isdir(os.path.join(out_dir, name))]
+            if not there:
+                saved = (checkpoints.saved_in(out_dir) or ["(it has saved none yet)"])[-1]
+                raise UserError(f"{path}: neither lora/ nor model/ is beside it, want a run that has exported one, or "
+                                f"--checkpoint={saved}")
+            found[there[0]] = os.path.join(out_dir, there[0])
+        config = config | {name: found[name] for name in ("model", "lora") if name in found and name not in given}
+    return found | records_of(config)[0]
+
+
+def check(wan, config):
+    """UserError where settings or the model aren't those of the weights -> their record, {} where they say nothing."""
+    source = config["lora"] or config["checkpoint"] or config["model"]
+    ours, records = belongs_to(wan, config), records_of(config)
+    for record in records:
+        adapters.check_base(record, ours, source)
+        for name in adapters.GEOMETRY:
+            was, now = record.get(name), config[name]
+            unnamed = name == "views" and was == ""  # one picture
+            if name in record and was != now and not (unnamed and "," not in now):
+                was = "one view" if unnamed else was
+                raise UserError(f"{name}={now}: {source} was trained with {was}, want the same")
+    return records[0]
