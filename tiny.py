@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from configurator import configure
-from data import RobotDemos, parse_box, point_cell, rgb_cell
+from data import open_demos, parse_box, point_cell, rgb_cell
 from encoders import AutoencoderDCT
 from guard import UserError
 
@@ -307,7 +307,7 @@ def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0, size=TRA
 
 def make_robot_models(folder):
     """robot_i2v and robot_ti2v for the recordings in `robot`."""
-    demos = RobotDemos(robot, ",".join(VIEWS), pointmaps=bool(robot_box))
+    demos = open_demos(dict(data=robot, views=",".join(VIEWS), pointmaps=bool(robot_box)))
     vae = make_robot_vae(demos)
     words = " ".join(demos.prompts.values()).lower()
     for kind in ("i2v", "ti2v"):

@@ -82,13 +82,10 @@ def as_seen(cell):
 
 def task_of(demos, window):
     """The instruction that the judge knows and the cameras, a dict a view, with which it sees; None where it can't."""
-    prompt = demos.prompt(window.demo)
-    if judge.direction(prompt) is None or len(demos.views) < 2:
+    prompt = demos.prompts[window.demo]
+    if judge.direction(prompt) is None or len(demos.views) < 2 or not demos.has_depth(window.demo):
         return None
-    try:
-        cameras = [demos.camera(window, view, 1) for view in demos.views]
-    except KeyError:  # RGB alone was recorded
-        return None
+    cameras = [demos.camera(window, view, 1) for view in demos.views]
     return prompt, [dict(intrinsics=K[0].tolist(), extrinsics=E[0].tolist(), size=depth.shape[1:])
                     for depth, K, E in cameras]
 
@@ -169,7 +166,7 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
         path = os.path.join(config["out_dir"], "samples", f"step_{step:06d}" + (f"_{item}" if item else ""))
         video.write_mp4(f"{path}.mp4", np.concatenate([got, want], axis=2), config["fps"])
         rows = [("given", want[:1]), ("generated", got), ("recorded", want)]
-        video.contact_sheet(f"{path}.png", rows, title=demos.prompt(window.demo))
+        video.contact_sheet(f"{path}.png", rows, title=demos.prompts[window.demo])
     return mean_scores(clips)
 
 

@@ -10,8 +10,10 @@ import judge
 import model as wan_model
 import tiny
 import validate
-from data import RobotDemos, Window, rgb_cell
+from data import rgb_cell
 from guard import UserError
+from read_hdf5 import RobotDemos
+from recordings import Window
 
 TASKS = {"lift the red cube off the table": (0, 0, 1), "push the red cube to the robot's left": (0, 1, 0),
          "push the red cube to the robot's right": (0, -1, 0), "push the red cube away from the robot": (1, 0, 0),

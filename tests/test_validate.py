@@ -15,6 +15,7 @@ import sampler
 import tiny
 import validate
 import video
+from read_hdf5 import RobotDemos
 
 VIEWS = ("robot0_agentview_left", "robot0_agentview_right")
 CONFIG = dict(
@@ -235,7 +236,7 @@ def world(checkpoints, tmp_path_factory):
     """Real demonstrations, and a cache of their latents in memory, RGB and points."""
     path = tmp_path_factory.mktemp("validate") / "robot.hdf5"
     tiny.make_robot_hdf5(path, 40)
-    demos = robot_data.RobotDemos(path, ",".join(VIEWS), pointmaps=True)
+    demos = RobotDemos(path, ",".join(VIEWS), pointmaps=True)
     box = [-0.6, -0.6, -0.01, 0.6, 0.6, 0.3]
     windows = [window for window in demos.windows(5, 4) if window.split == "val"]
     vae = encoders.load_vae(checkpoints["i2v"])
@@ -282,7 +283,7 @@ def test_videos_of_a_perfect_model_reach_the_ceiling(world, checkpoints, tmp_pat
     titles, draw = [], video.contact_sheet
     monkeypatch.setattr(video, "contact_sheet", lambda *args, title: titles.append(title) or draw(*args, title=title))
     result = validate.held_out_videos(wan, cache, demos, config, 120, 0, 1, "cpu")
-    assert titles == [demos.prompt(window.demo) for window in cache.val[:3]] and len(set(titles)) == 3
+    assert titles == [demos.prompts[window.demo] for window in cache.val[:3]] and len(set(titles)) == 3
 
     expected = []
     for window in cache.val[:3]:
