@@ -253,16 +253,20 @@ if is_main:
 # ----------------------------------------------------------------------------- validate, save
 
 
-def evaluate(step, videos):
-    """Held-out loss and, with videos, whole clips by the two-expert sampler; printed, logged, drawn."""
+bounds = {}  # the floor and ceiling of the videos' scores, of the whole run
+
+
+def evaluate(step):
+    """Held-out loss and whole clips by the two-expert sampler, beside trivial ones; printed, logged, drawn."""
     started = time.time()
     with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
         row = validate.held_out_loss(wan, cache, trained, config, rank, world_size, device)
-        if videos and num_val_videos > 0:
+        if num_val_videos > 0:  # before the first step too: minutes a video at full size, num_val_videos=0 saves them
             row |= validate.held_out_videos(wan, cache, demos, config, step, rank, world_size, device)
-    shown = {name: value for name, value in row.items() if "sigma" not in name}
-    say(f"eval {step:04d}/{max_steps} | " + " | ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        + f" | {time.time() - started:.1f} s")
+            if not bounds:
+                bounds.update(validate.floor_and_ceiling(cache, demos, config, rank, world_size, device))
+            row |= bounds
+    say(f"eval {step:04d}/{max_steps} | {validate.in_a_line(row)} | {time.time() - started:.1f} s")
     if is_main:
         metrics.write({"step": step, **row})
         draw_curves(out_dir)
@@ -304,10 +308,10 @@ next_clips = reader.submit(read_clips, start_step * grad_accum)
 bins = torch.zeros(2, 5, dtype=torch.float64)  # sum and number of clip losses since the last line, by fifths of sigma
 since_line, stopped = {}, False  # expert -> losses of its steps since the last line
 if start_step == 0 and eval_interval:
-    evaluate(0, videos=False)
+    evaluate(0)
 elif start_step and loop.due(eval_interval, start_step, max_steps):  # interrupted in it?
     if not fsdp.reduce_max([float(is_main and metrics.holds(start_step, "val_loss"))])[0]:
-        evaluate(start_step, videos=True)
+        evaluate(start_step)
 
 for step in range(start_step, max_steps):
     started = time.time()
@@ -373,7 +377,7 @@ for step in range(start_step, max_steps):
         stopped = True
         break
     if loop.due(eval_interval, done, max_steps):
-        evaluate(done, videos=True)
+        evaluate(done)
 
 if not stopped:
     if not lora_rank or start_step >= max_steps:  # adapters with each checkpoint, unless a kill came between

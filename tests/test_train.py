@@ -142,8 +142,8 @@ def stop_at(monkeypatch, step, sent=signal.SIGTERM):
 
 def test_a_run_leaves_what_it_promises(world, straight):
     files = files_of(straight)
-    assert {"config.json", "metrics.jsonl", "curves.png", "samples/step_000003.mp4", "samples/step_000006.png",
-            "model/model_index.json", "model/transformer_2/config.json",
+    assert {"config.json", "metrics.jsonl", "curves.png", "samples/step_000000.png", "samples/step_000003.mp4",
+            "samples/step_000006.png", "model/model_index.json", "model/transformer_2/config.json",
             "model/vae/config.json"} <= set(files)
     assert not [name for name in files if "tmp" in name or name.startswith("lora")]
     rows, evaluations = train_rows(straight), eval_rows(straight)
@@ -157,7 +157,10 @@ def test_a_run_leaves_what_it_promises(world, straight):
         sigmas = [value for name, value in row.items() if "sigma" in name]
         assert len(sigmas) == 4  # val_sigmas=2 of each expert
         assert np.mean([row["val_loss/high"], row["val_loss/low"]]) == pytest.approx(np.mean(sigmas))
-    assert "psnr" not in evaluations[0] and evaluations[2]["psnr"] > 5
+    assert evaluations[2]["psnr"] > 5 and evaluations[2]["psnr"] != evaluations[0]["psnr"]  # a video at step 0 too
+    for name in ("psnr", "moved_psnr", "ssim"):
+        assert len({(row[f"floor/{name}"], row[f"ceiling/{name}"]) for row in evaluations}) == 1
+        assert 0 < evaluations[0][f"floor/{name}"] < evaluations[0][f"ceiling/{name}"]
     assert evaluations[2]["val_loss/high"] < evaluations[0]["val_loss/high"]
     meta = checkpoints.read_meta(straight / "ckpt/step_000006")
     assert meta["step"] == 6 and meta["global_batch"] == 8 and meta["skipped_steps"] == 0
@@ -379,7 +382,7 @@ def test_pointmaps_low_precision_and_checkpointing(train, tmp_path):
         assert {p.dtype for p in names["parameters"].values()} == {torch.float32}
         assert {p.dtype for p in names["wan"].experts["low"].parameters()} == {torch.float32, torch.bfloat16}
         row = eval_rows(tmp_path / checkpointing)[-1]
-        assert row["point_mm"] > row["point_median_mm"] > row["point_floor_mm"] > 0
+        assert row["point_mm"] > row["point_median_mm"] > row["ceiling/point_median_mm"] > 0
         assert len(checkpoints.read_meta(tmp_path / checkpointing / "ckpt/step_000004")["box"]) == 6
     assert_same_checkpoint(tensors_of(tmp_path / "none", 4), tensors_of(tmp_path / "selective", 4))
 
