@@ -22,10 +22,10 @@ from fsdp import all_ranks_agree, say
 from guard import Diverged, UserError, remove_folder, replace_folder
 
 
-def training_tensors(parameters, optimizer, averages, saved=None):
+def training_tensors(parameters, optimizer, averages=None, saved=None):
     """Everything a step changes, as one flat {name: tensor}: parameters, AdamW's moments and counts, averages.
 
-    averages: {prefix of the names: {name: tensor}}, such as {"ema": ema.shadow}, or of an old policy;
+    averages: {prefix of the names: {name: tensor}}, such as {"ema": ema.shadow}, or of an old policy.
     saved: names that a checkpoint holds; the optimizer state among them is allocated so that it can be loaded into.
     """
     tensors = {f"parameter.{name}": parameter.detach() for name, parameter in parameters.items()}
@@ -36,7 +36,9 @@ def training_tensors(parameters, optimizer, averages, saved=None):
             optimizer.state[parameter] = dict(step=count, **moments)
         for key, tensor in optimizer.state.get(parameter, {}).items():  # an expert not drawn so far has none
             tensors[f"optimizer.{name}.{key}"] = tensor
-    for prefix, average in averages.items():
+    for prefix, average in (averages or {}).items():
+        if saved is not None and not any(name.startswith(f"{prefix}.") for name in saved):
+            raise UserError(f"the checkpoint has no average {prefix!r}, as this script has: start in another out_dir")
         tensors |= {f"{prefix}.{name}": tensor for name, tensor in average.items()}
     return tensors
 
@@ -56,19 +58,25 @@ def to_resume(out_dir, resume):
     return found[-1] if found else None
 
 
-def check_same_config(checkpoint, saved, current, may_change):
+def check_same_config(checkpoint, saved, current, may_change, defaults):
     """UserError naming the settings in which a checkpoint's config differs from the current one.
 
+    Scripts change: a setting that is new is as if it had been at its default, one that is gone matters no more.
     -> those that differ and may, for the user to see: "fps 8 -> 9, num_val_videos 2 -> 0", or "nothing".
     """
-    current = json.loads(json.dumps(current))  # as saved: tuples are lists there
-    current = {name: value for name, value in current.items() if name in saved or not name.startswith("content of ")}
-    changes = {name: f"{name} {saved.get(name)!r} -> {current.get(name)!r}"
-               for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)}
-    refused = ", ".join(change for name, change in changes.items() if name not in may_change)
+    current, defaults = json.loads(json.dumps([current, defaults]))  # as saved: tuples are lists there
+    gone = {name: f"{name} {saved[name]!r} -> no longer a setting" for name in saved.keys() - current.keys()}
+    before = defaults | saved
+    changes = {name: f"{name} {before.get(name)!r} -> {value!r}" for name, value in current.items()
+               if value != before.get(name) and (name in saved or not name.startswith("content of "))}
+    refused = ", ".join(changes[name] for name in sorted(changes) if name not in may_change)
     if refused:
-        raise UserError(f"{checkpoint} was made with another config ({refused}): use another out_dir or the old values")
-    return ", ".join(changes.values()) or "nothing"
+        run = os.path.dirname(os.path.dirname(checkpoint))
+        way_on = f"init_lora={run}/lora" if saved.get("lora_rank") else f"model={run}/model (written at the run's end)"
+        raise UserError(f"{checkpoint} was made with another config ({refused}): use another out_dir, where {way_on} "
+                        "starts from what was learnt, or the old values")
+    changes |= gone
+    return ", ".join(changes[name] for name in sorted(changes)) or "nothing"
 
 
 @contextmanager

@@ -6,11 +6,13 @@
     python script.py config/a.py config/b.py --lr=3e-4 --lr 3e-4
 
 Config files hold assignments of literals and are parsed, never executed. The command line wins over every file, and a
-later file over an earlier one. A key that the script does not have, or a value of another type, is an error.
+later file over an earlier one. A file may begin with base = "a.py,b.py": files relative to it that are read before it.
+A key that the script does not have, or a value of another type, is an error.
 """
 
 import ast
 import difflib
+import functools
 import importlib.metadata
 import inspect
 import json
@@ -32,22 +34,28 @@ OPERATORS = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-given = set()  # the settings that the last configure() found in files and flags
+COMPARE = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "h5py")
+defaults = {}  # the script's settings before files and flags
+given = set()  # names of those that files and flags have set
 
 
-def configure(namespace, also=(), run="", defaults=None):
+def configure(namespace, also="", run="", recorded=None):
     """Apply sys.argv to the settings in `namespace` (a script's globals()) and return them all as a dict.
 
-    also: sibling scripts whose settings a shared config file may hold as well; they are skipped here. run: the setting
-    that a .json file among the arguments is the value of. defaults: config -> {key: value} for what isn't given.
+    also: a setting. Config files are shared with the scripts beside this one that have it, copies among them: what
+    only those know is skipped here. run: the setting that a .json file among the arguments is the value of.
+    recorded: config -> {key: value} for what isn't given. Fills `defaults` and `given`.
     Raises UserError for an unknown key, a wrong type or an unreadable file, and installs the hook that shows it.
     """
     sys.excepthook = show_error
-    given.clear()
     script = Path(namespace["__file__"])
     comments = _settings(script)
     config = {key: namespace[key] for key in comments if type(namespace.get(key)) in TYPES}
+    siblings = functools.cache(lambda: _siblings(script, also))  # nothing is read while all keys are known here
+    defaults.clear()
+    defaults.update(config)
+    given.clear()
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & set(sys.argv[1:]):
         if is_rank_0:
@@ -55,7 +63,6 @@ def configure(namespace, also=(), run="", defaults=None):
         sys.exit(0)
     try:
         files, flags = _split(sys.argv[1:], run)
-        siblings = [script.with_name(name) for name in also]
         for file in files:
             found = _read_file(file, config, script, siblings)
             config.update(found)
@@ -63,7 +70,7 @@ def configure(namespace, also=(), run="", defaults=None):
         for key, text in flags:
             config[key] = _read_flag(key, text, config, script, siblings)
             given.add(key)
-        for key, value in defaults(config).items() if defaults else ():
+        for key, value in recorded(config).items() if recorded else ():
             if key in config and key not in given:
                 config[key] = _check(key, value, config[key], "")
     except UserError:
@@ -75,14 +82,19 @@ def configure(namespace, also=(), run="", defaults=None):
     return config
 
 
-def check_values(config, at_least, one_of):
-    """UserError unless each number is at least {name: low} and each string is one of {name: ("a", "b")}."""
-    for name, low in at_least.items():
-        if config[name] < low:
-            raise UserError(f"{name}={config[name]}: want at least {low}")
-    for name, choices in one_of.items():
-        if config[name] not in choices:
-            raise UserError(f"{name}={config[name]}: want {', '.join(choices[:-1])} or {choices[-1]}")
+def check_values(config, one_of, mistakes=(), **bounds):
+    """One UserError for all settings that are out of bounds, and the caller's own mistakes.
+
+    bounds: at_least, more_than, at_most, below = {name: number}; one_of: {name: ("a", "b")}. A setting that config
+    lacks, as a copy of the script does without it, isn't looked at.
+    """
+    wrong = [f"{name}={config[name]}: want {words.replace('_', ' ')} {limit}"
+             for words, limits in bounds.items() for name, limit in limits.items()
+             if name in config and not COMPARE[words](config[name], limit)]
+    wrong += [f"{name}={config[name]}: want {', '.join(choices[:-1])} or {choices[-1]}"
+              for name, choices in one_of.items() if name in config and config[name] not in choices]
+    if wrong := [*wrong, *mistakes]:
+        raise UserError("; ".join(wrong))
 
 
 def save_config(out_dir, config):
@@ -102,19 +114,31 @@ def save_config(out_dir, config):
 
 
 def _settings(script):
-    """{name: trailing comment} of the top-level assignments above the script's call of configure()."""
+    """{name: trailing comment} of the top-level assignments above a script's call of configure(); {} without one."""
     source = script.read_text(encoding="utf-8")
     lines = source.splitlines()
     comments = {}
     for node in ast.parse(source).body:
         calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
         if any(getattr(func, "id", getattr(func, "attr", "")) == "configure" for func in calls):
-            break
+            return comments
         if isinstance(node, ast.Assign):
             tail = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()  # ast counts columns in bytes
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]
             comments.update({name: tail.strip().lstrip("# ") for name in names if not name.startswith("_")})
-    return comments
+    return {}
+
+
+def _siblings(script, also):
+    """{file name: its settings} of the other scripts in the folder that have the setting `also`; none is executed."""
+    found = {}
+    for path in sorted(script.parent.glob("*.py")) if also else []:
+        try:
+            if path.name != script.name and also in (settings := _settings(path)):
+                found[path.name] = settings
+        except (OSError, SyntaxError, ValueError):
+            continue  # a file that is being written, or no text
+    return found
 
 
 def _split(args, run):
@@ -140,8 +164,11 @@ def _split(args, run):
     return files, flags
 
 
-def _read_file(file, config, script, siblings):
-    """The settings in a config file, checked against `config`; those of sibling scripts only are left out."""
+def _assignments(file, above=()):
+    """[(where, key, syntax tree of the value)] of a config file, those of the files it names as its base first.
+
+    above: the files that led here by naming each other as their base.
+    """
     try:
         body = ast.parse(Path(file).read_text(encoding="utf-8")).body
     except OSError as error:
@@ -150,31 +177,50 @@ def _read_file(file, config, script, siblings):
         raise UserError(f"{file}:{error.lineno}: {error.msg}, want lines like key = value") from error
     except ValueError as error:  # not UTF-8, or a NUL byte
         raise UserError(f"{file}: not a text file ({error})") from error
-    found = {}
+    found, above = [], (*above, Path(file).resolve())
     for node in body:
         where = f"{file}:{node.lineno}: "
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             continue  # a docstring
         if not isinstance(node, ast.Assign) or not all(isinstance(target, ast.Name) for target in node.targets):
             raise UserError(f"{where}got {ast.unparse(node).splitlines()[0]!r}, want only lines like key = value")
-        for key in [target.id for target in node.targets]:
-            if key not in config:
-                theirs = [name for sibling in siblings for name in _settings(sibling)]
-                if key in theirs:
-                    continue
-                raise UserError(f"{where}{key} is not a setting of {script.name}{_nearest(key, [*config, *theirs])}")
-            try:
-                value = _literal(node.value)
-            except (ValueError, TypeError, ArithmeticError) as error:
-                raise UserError(f"{where}{key}={ast.unparse(node.value)}: want a plain literal value") from error
-            found[key] = _check(key, value, config[key], where)
+        keys = [target.id for target in node.targets]
+        if "base" not in keys:
+            found += [(where, key, node.value) for key in keys]
+            continue
+        names = getattr(node.value, "value", None)
+        if found or not isinstance(names, str):
+            raise UserError(f'{where}got {ast.unparse(node)!r}, want base = "NAME.py" above all settings')
+        for path in [Path(file).parent / name.strip() for name in names.split(",")]:
+            if path.resolve() in above:
+                raise UserError(f"{where}base={names}: {path} is based on this file, want one that isn't")
+            if not path.is_file():
+                raise UserError(f"{where}base={names}: {path} is not there, want a path relative to this file")
+            found += _assignments(path, above)
+    return found
+
+
+def _read_file(file, config, script, siblings):
+    """The settings in a config file, checked against `config`; those of sibling scripts only are left out."""
+    found = {}
+    for where, key, node in _assignments(file):
+        if key not in config:
+            theirs = [name for settings in siblings().values() for name in settings]
+            if key in theirs:
+                continue
+            raise UserError(f"{where}{key} is not a setting of {script.name}{_nearest(key, [*config, *theirs])}")
+        try:
+            value = _literal(node)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise UserError(f"{where}{key}={ast.unparse(node)}: want a plain literal value") from error
+        found[key] = _check(key, value, config[key], where)
     return found
 
 
 def _read_flag(key, text, config, script, siblings):
     """The value of --key=text, in the type of the setting's default."""
     if key not in config:
-        owners = [sibling.name for sibling in siblings if key in _settings(sibling)]
+        owners = [name for name, settings in siblings().items() if key in settings]
         hint = f" but of {owners[0]}: put it in a config file" if owners else _nearest(key, config)
         raise UserError(f"--{key} is not a setting of {script.name}{hint}")
     if isinstance(config[key], str):

@@ -153,14 +153,18 @@ class Stop:
     """
 
     def __init__(self):
-        self.requested, self.at_once, self.name = False, False, "SIGTERM"
+        self.requested, self.at_once, self.name = False, False, "SIGTERM"  # the name of the first that came
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
-    def _handle(self, number=signal.SIGTERM, *_):
+    def _handle(self, number, *_):
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C doesn't wait
-        self.requested, self.name = True, signal.Signals(number).name
+        if not self.requested:
+            self.requested, self.name = True, "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        self._leave()
+
+    def _leave(self):
         if self.at_once:
             if is_first():
                 print(f"stopped: {self.name} in an evaluation; the same command resumes", flush=True)
@@ -175,7 +179,7 @@ class Stop:
         """For an evaluation, on which nothing depends and which may take longer than a scheduler waits."""
         self.at_once = True
         if self.requested:
-            self._handle()
+            self._leave()
         yield
         self.at_once = False
 

@@ -65,7 +65,7 @@ vae_dtype = "float32"  # float32 | bfloat16
 text_dtype = "bfloat16"  # float32 | bfloat16: float16 overflows in UMT5
 cache_dtype = "float32"  # float32 | bfloat16: of the files
 device = "auto"  # auto | cpu | cuda
-config = configure(globals(), also=("train_i2v_sft.py",))
+config = configure(globals(), also="cache_dir")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("rgb", "pointmap", "condition")

@@ -341,4 +341,4 @@ def try_rewards(clips, config):
 
 if __name__ == "__main__":
     clips = take_clips()
-    try_rewards(clips, configure(globals(), also=("train_grpo.py",)))
+    try_rewards(clips, configure(globals(), also="rewards"))

@@ -66,7 +66,7 @@ fps = 8  # frames a second
 dtype = "float32"  # "float32" | "bfloat16"
 compile_blocks = False  # torch.compile each transformer block
 device = "auto"  # "auto" | "cpu" | "cuda"
-config = configure(globals(), also=("train_i2v_sft.py", "prepare_robocasa.py"), run="run", defaults=artifacts.recorded)
+config = configure(globals(), also="cache_dir", run="run", recorded=artifacts.recorded)
 
 # ----------------------------------------------------------------------------- checks
 rank, world_size, device = fsdp.init(device)
@@ -175,7 +175,7 @@ if rank == 0:
     got, want = validate.frames_of(cells), validate.frames_of(truth)
     video.write_mp4(f"{out}.mp4", got, fps)
     rows = [("given", want[:1]), ("generated", got)] + ([("recorded", want)] if demo else [])
-    video.contact_sheet(f"{out}.png", rows)
+    video.contact_sheet(f"{out}.png", rows, title=prompt)
     if demo:
         numbers = validate.scores(cells, truth, valid, box)
         print(", ".join(f"{name} {value:.3f}" for name, value in numbers.items()))

@@ -1,6 +1,7 @@
 """Build the tiny world: everything the scripts need to run in minutes on a laptop, without a download.
 
     python tiny.py                   # about half a minute on one core, 80 MB in out/tiny/
+    python tiny.py --robot=FILE.hdf5 # only out/tiny/robot_i2v/ and robot_ti2v/: the first and second in a size for FILE
 
     out/tiny/i2v/                    like Wan2.2-I2V-A14B: two experts, 36 input channels, boundary 0.9
     out/tiny/ti2v/                   like Wan2.2-TI2V-5B: one expert, expand_timesteps
@@ -35,6 +36,7 @@ from torch.nn import functional as F
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from configurator import configure
+from data import open_demos, parse_box, point_cell, rgb_cell
 from encoders import AutoencoderDCT
 from guard import UserError
 
@@ -42,6 +44,9 @@ out = "out/tiny"  # folder to write
 num_demos = 624  # demonstrations in robot.hdf5; the last 24 are mask/valid, one of each prompt
 agreement = 0.5  # in robot_mixed.hdf5: share of demos that move as their prompt says; the others move any way
 seed = 0  # of the scene and of the initial weights
+robot = ""  # HDF5 of real recordings: write only robot_i2v and robot_ti2v, larger models with its words and statistics
+robot_cell = 64  # pixels of a view that they will be trained at: the latents' statistics depend on it
+robot_box = ""  # x0,y0,z0,x1,y1,z1 in metres: the statistics are of RGB and pointmaps in this box, "": of RGB alone
 
 if __name__ == "__main__":
     configure(globals())
@@ -81,6 +86,9 @@ TRANSFORMER = dict(
     num_layers=3,
     rope_max_seq_len=128,
 )
+# For real recordings: 48 of a block's 192 coefficients, as many channels as Wan 2.2's own VAE has; wider than z * 4.
+ROBOT_Z = 48
+ROBOT_TRANSFORMER = TRANSFORMER | dict(num_attention_heads=8, freq_dim=256, ffn_dim=1024, num_layers=6)
 # Whole words keep a prompt within 16 tokens; letters spell any other word.
 WORDS = (
     "a ball moves left right up down red green blue yellow magenta cyan pick up the red cube and lift it off the table "
@@ -221,25 +229,40 @@ def make_prompts(folder, seed=0):
 
 
 def make_vae(seed=0):
-    """The DCT autoencoder with the scene's own latent statistics.
-
-    Each channel is divided by the square root of its standard deviation: full whitening would make the high
-    frequencies, which hardly show, as loud as the picture itself; none would drown everything but the mean.
-    """
+    """The DCT autoencoder with the scene's own latent statistics."""
     clips = [render(balls[: NUM_FRAMES[0]], colour, side)[0]
              for colour, _, balls in (make_demo(index, 1.0, seed) for index in range(4 * len(PROMPTS)))
              for side in VIEWS.values()]
     pixels = torch.from_numpy(np.stack(clips)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1  # b 3 f h w
-    pixels = F.avg_pool3d(pixels, (1, 2, 2))  # the 16 x 16 cells of the recipes
-    latents = AutoencoderDCT().encode(pixels).latent_dist.mode().transpose(0, 1).flatten(1).double()  # z n
+    return fitted_vae(F.avg_pool3d(pixels, (1, 2, 2)), z_dim=16)  # the 16 x 16 cells of the recipes
+
+
+def make_robot_vae(demos):
+    """The same for recordings, with ROBOT_Z channels: statistics of their training demos' RGB, pointmaps too if any."""
+    windows = [window for window in demos.windows(9, 24) if window.split == "train"]
+    size = robot_cell, robot_cell
+    clips = [rgb_cell(demos.rgb(window, view, 9), *size) for window in windows for view in demos.views]
+    if demos.pointmaps:
+        clips += [point_cell(*demos.points(window, view, 9), parse_box(robot_box), *size)[0]
+                  for window in windows for view in demos.views]
+    return fitted_vae(torch.stack(clips), ROBOT_Z)
+
+
+def fitted_vae(pixels, z_dim):
+    """The DCT autoencoder with the latent statistics of pixels b 3 f h w in -1..1.
+
+    Each channel is divided by the square root of its standard deviation: full whitening would make the high
+    frequencies, which hardly show, as loud as the picture itself; none would drown everything but the mean.
+    """
+    latents = AutoencoderDCT(z_dim).encode(pixels).latent_dist.mode().transpose(0, 1).flatten(1).double()  # z n
     mean, std = latents.mean(1), latents.std(1).sqrt()
-    return AutoencoderDCT(latents_mean=mean.float().tolist(), latents_std=std.float().tolist())
+    return AutoencoderDCT(z_dim, latents_mean=mean.float().tolist(), latents_std=std.float().tolist())
 
 
-def make_text_encoder(seed=0):
+def make_text_encoder(seed=0, words=WORDS):
     """A word tokenizer in T5's format and a small random UMT5 encoder: each prompt has its own embeddings."""
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -9.0)]
-    vocabulary += [(f"▁{word}", -1.0) for word in dict.fromkeys(WORDS.split())]
+    vocabulary += [(f"▁{word}", -1.0) for word in dict.fromkeys(words.split())]
     vocabulary += [(letter, -9.0) for letter in LETTERS]
     vocabulary = list(dict(vocabulary).items())
     tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0)
@@ -260,17 +283,17 @@ def make_conv_vae(kind, seed=1):
                             latents_std=torch.linspace(0.5, 1.5, 48).tolist())
 
 
-def make_transformer(in_channels, seed, out_channels=16):
+def make_transformer(in_channels, seed, out_channels=16, size=TRANSFORMER):
     torch.manual_seed(seed)
-    return WanTransformer3DModel(**TRANSFORMER | dict(in_channels=in_channels, out_channels=out_channels)).eval()
+    return WanTransformer3DModel(**size | dict(in_channels=in_channels, out_channels=out_channels)).eval()
 
 
-def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0):
+def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0, size=TRANSFORMER):
     """Save a model folder with random experts, by the pipeline class of its released model. kind: i2v, ti2v, t2v."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
     parts = dict(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler)
     z = vae.config.z_dim
-    channels = dict(in_channels=2 * z + 4 if kind == "i2v" else z, out_channels=z)
+    channels = dict(in_channels=2 * z + 4 if kind == "i2v" else z, out_channels=z, size=size)
     high = make_transformer(seed=seed, **channels)
     low = None if kind == "ti2v" else make_transformer(seed=seed + 1, **channels)
     if kind == "i2v":
@@ -280,6 +303,17 @@ def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0):
     else:
         pipeline = diffusers.WanPipeline(transformer=high, expand_timesteps=True, **parts)
     pipeline.save_pretrained(folder)
+
+
+def make_robot_models(folder):
+    """robot_i2v and robot_ti2v for the recordings in `robot`."""
+    demos = open_demos(dict(data=robot, views=",".join(VIEWS), pointmaps=bool(robot_box)))
+    vae = make_robot_vae(demos)
+    words = " ".join(demos.prompts.values()).lower()
+    for kind in ("i2v", "ti2v"):
+        make_checkpoint(folder / f"robot_{kind}", kind, vae, *make_text_encoder(seed, words), seed, ROBOT_TRANSFORMER)
+    parameters = make_transformer(2 * ROBOT_Z + 4, 0, ROBOT_Z, ROBOT_TRANSFORMER).num_parameters()
+    print(f"{folder}: robot_i2v robot_ti2v of {parameters / 1e6:.2f} M parameters an expert, for {robot}")
 
 
 def main():
@@ -292,6 +326,8 @@ def main():
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if robot:
+            return make_robot_models(folder)
         make_robot_hdf5(folder / "robot.hdf5", num_demos, 1.0, seed)
         make_robot_hdf5(folder / "robot_mixed.hdf5", num_demos, agreement, seed)
         make_prompts(folder, seed)

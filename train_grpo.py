@@ -42,7 +42,7 @@ import model as wan_model
 import reward
 import rollout as wan_rollout
 import sglang_sampler
-from configurator import configure, save_config
+from configurator import configure, defaults, save_config
 from data import check_sizes
 from fsdp import say
 from guard import Diverged, UserError, hold_folder
@@ -182,7 +182,8 @@ with fsdp.all_ranks_agree():
     checkpoint = checkpoints.to_resume(out_dir, resume)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
-    changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE) if meta else ""
+    if meta:
+        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
 sigmas = flow.sigma_grid(num_steps, shift)

@@ -31,7 +31,7 @@ import latent_cache
 import loop
 import model as wan_model
 import validate
-from configurator import check_values, configure, save_config
+from configurator import check_values, configure, defaults, save_config
 from fsdp import say
 from guard import UserError
 from plot import MetricsLog, draw_curves
@@ -105,7 +105,7 @@ peak_tflops = 989.0  # of the GPU in bf16 without sparsity, for mfu (H100, H200:
 save_interval = 500  # steps between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 log_interval = 50  # steps between lines
-config = configure(globals(), also=("prepare_robocasa.py",))
+config = configure(globals(), also="cache_dir")
 MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "gpus", "gpu_gib", "gpu", "max_steps", "keep_in_memory", "max_bad_steps",
     "eval_interval", "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale",
@@ -128,12 +128,10 @@ with fsdp.all_ranks_agree():
         num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
         save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
         shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1, gpus=0, gpu_gib=0,
-    ), one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))
-    for name, top in (("ema_decay", "below 1"), ("beta2", "below 1"), ("text_dropout", "at most 1")):
-        if config[name] > 1 or (config[name] == 1 and top == "below 1"):
-            raise UserError(f"{name}={config[name]}: want {top}")
-    if grad_clip <= 0:
-        raise UserError(f"grad_clip={grad_clip}: want more than 0")
+    ), more_than=dict(grad_clip=0), at_most=dict(text_dropout=1), below=dict(ema_decay=1, beta2=1),
+        one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")),
+        mistakes=[f"warmup_steps={warmup_steps}: want at most max_steps={max_steps}, the whole run"]
+        if warmup_steps > max_steps else [])
     wan = wan_model.describe(model, boundary_ratio)
     wan.dtype = getattr(torch, dtype)
     wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
@@ -165,7 +163,7 @@ with fsdp.all_ranks_agree():
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | ({} if dry_run else latent_cache.contents(config, "model", "data"))
     if meta:
-        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE)
+        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
         if meta["global_batch"] != global_batch:
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
                             "keep ranks x batch_size x grad_accum")
@@ -255,16 +253,20 @@ if is_main:
 # ----------------------------------------------------------------------------- validate, save
 
 
-def evaluate(step, videos):
-    """Held-out loss and, with videos, whole clips by the two-expert sampler; printed, logged, drawn."""
+bounds = {}  # the floor and ceiling of the videos' scores, of the whole run
+
+
+def evaluate(step):
+    """Held-out loss and whole clips by the two-expert sampler, beside trivial ones; printed, logged, drawn."""
     started = time.time()
     with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
         row = validate.held_out_loss(wan, cache, trained, config, rank, world_size, device)
-        if videos and num_val_videos > 0:
+        if num_val_videos > 0:  # before the first step too: minutes a video at full size, num_val_videos=0 saves them
             row |= validate.held_out_videos(wan, cache, demos, config, step, rank, world_size, device)
-    shown = {name: value for name, value in row.items() if "sigma" not in name}
-    say(f"eval {step:04d}/{max_steps} | " + " | ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        + f" | {time.time() - started:.1f} s")
+            if not bounds:
+                bounds.update(validate.floor_and_ceiling(cache, demos, config, rank, world_size, device))
+            row |= bounds
+    say(f"eval {step:04d}/{max_steps} | {validate.in_a_line(row)} | {time.time() - started:.1f} s")
     if is_main:
         metrics.write({"step": step, **row})
         draw_curves(out_dir)
@@ -306,10 +308,10 @@ next_clips = reader.submit(read_clips, start_step * grad_accum)
 bins = torch.zeros(2, 5, dtype=torch.float64)  # sum and number of clip losses since the last line, by fifths of sigma
 since_line, stopped = {}, False  # expert -> losses of its steps since the last line
 if start_step == 0 and eval_interval:
-    evaluate(0, videos=False)
+    evaluate(0)
 elif start_step and loop.due(eval_interval, start_step, max_steps):  # interrupted in it?
     if not fsdp.reduce_max([float(is_main and metrics.holds(start_step, "val_loss"))])[0]:
-        evaluate(start_step, videos=True)
+        evaluate(start_step)
 
 for step in range(start_step, max_steps):
     started = time.time()
@@ -375,7 +377,7 @@ for step in range(start_step, max_steps):
         stopped = True
         break
     if loop.due(eval_interval, done, max_steps):
-        evaluate(done, videos=True)
+        evaluate(done)
 
 if not stopped:
     if not lora_rank or start_step >= max_steps:  # adapters with each checkpoint, unless a kill came between

@@ -1,4 +1,4 @@
-"""Held-out clips: their loss at fixed noise, and whole videos next to what really happened.
+"""Held-out clips: their loss at fixed noise, and whole videos next to what really happened, scored beside trivial ones.
 
 All ranks run the same number of forwards (FSDP's all-gathers are collective): a rank without a clip of its own repeats
 one with weight 0. Noise and noise levels are fixed, so that numbers of different steps and runs compare.
@@ -14,11 +14,15 @@ import data as robot_data
 import encoders
 import flow
 import fsdp
+import judge
 import latent_cache
 import model as wan_model
 import sampler
 import video
 from geometry import denormalise_points
+
+MOVED = 10  # of 255: a pixel of the recording that differs from the given frame by more, in any channel, has moved
+SCORES = ("psnr", "moved_psnr", "ssim", "point_mm", "point_median_mm", "success")  # that a clip may have
 
 
 @torch.no_grad()
@@ -72,30 +76,60 @@ def ground_truth(demos, window, config, box, device):
 
 
 def as_seen(cell):
-    """Pixels 3 f h w -> the generated frames as stored, uint8 f h w 3, on the cell's device (SSIM is slow on a CPU)."""
-    return torch.as_tensor(video.to_uint8(cell)[1:], device=cell.device)
+    """Pixels 3 f h w -> frames as stored, uint8 f h w 3, on the cell's device (SSIM is slow on a CPU)."""
+    return torch.as_tensor(video.to_uint8(cell), device=cell.device)
 
 
-def scores(cells, truth, valid, box):
-    """PSNR (dB) and SSIM of RGB, and for pointmaps the distance to the true point in mm, mean and median over pixels.
+def task_of(demos, window):
+    """The instruction that the judge knows and the cameras, a dict a view, with which it sees; None where it can't."""
+    prompt = demos.prompts[window.demo]
+    if judge.direction(prompt) is None or len(demos.views) < 2 or not demos.has_depth(window.demo):
+        return None
+    cameras = [demos.camera(window, view, 1) for view in demos.views]
+    return prompt, [dict(intrinsics=K[0].tolist(), extrinsics=E[0].tolist(), size=depth.shape[1:])
+                    for depth, K, E in cameras]
 
-    Over the generated frames: the given one is left out, held frames of padded clips are not.
+
+def scores(cells, truth, valid, box, task=None):
+    """PSNR (dB) and SSIM of RGB, PSNR of what moved, and for pointmaps the distance to the true point in mm, mean and
+    median over pixels; with a task (see task_of) whether the video follows its instruction: success 1 or 0.
+
+    Over the generated frames: the given one is left out, held frames of padded clips are not. What moved are the pixels
+    that the recording has changed since the given frame: no moved_psnr where there are none.
     """
-    result = {}
-    pairs = [(as_seen(cells[name]), as_seen(truth[name])) for name in cells if name[0] == "rgb"]
-    result["psnr"] = float(np.mean([video.psnr(*pair) for pair in pairs]))
+    names = [name for name in cells if name[0] == "rgb"]
+    got, want = [as_seen(cells[name]) for name in names], [as_seen(truth[name]) for name in names]
+    pairs = [(a[1:], b[1:]) for a, b in zip(got, want, strict=True)]
+    result = {"psnr": float(np.mean([video.psnr(*pair) for pair in pairs]))}
+    moved = [((frames[1:].int() - frames[:1].int()).abs() > MOVED).any(-1) for frames in want]  # f h w each
+    if any(mask.any() for mask in moved):
+        sides = ([side[mask] for side, mask in zip(sides, moved, strict=True)] for sides in zip(*pairs, strict=True))
+        result["moved_psnr"] = video.psnr(*map(torch.cat, sides))
     if min(pairs[0][0].shape[1:3]) >= video.SSIM_WINDOW:
         result["ssim"] = float(np.mean([video.ssim(*pair) for pair in pairs]))
     if box is not None:
         distances = []
         for view, known in valid.items():
-            got, want = (
-                denormalise_points(c["pointmap", view].movedim(0, -1), box) for c in (cells, truth)
-            )  # f h w 3
-            distances.append(1000 * (got - want).norm(dim=-1)[1:][known[1:]])
+            there, true = (denormalise_points(c["pointmap", view].movedim(0, -1), box) for c in (cells, truth))
+            distances.append(1000 * (there - true).norm(dim=-1)[1:][known[1:]])  # of f h w 3
         distances = torch.cat(distances)
         result["point_mm"], result["point_median_mm"] = distances.mean().item(), distances.median().item()
+    if task:
+        prompt, cameras = task
+        views = torch.stack([cells[name] for name in names]).transpose(1, 2) / 2 + 0.5  # v f 3 h w
+        result["success"] = float(judge.follows(judge.cube_moved(views, cameras), prompt))
     return result
+
+
+def mean_scores(clips):
+    """Scores of this rank's clips, a dict each -> their means over the clips of all ranks that have them. Collective.
+
+    Clips may lack a score: nothing moves in them, or the judge doesn't know their instruction.
+    """
+    sums = [sum(clip.get(name, 0.0) for clip in clips) for name in SCORES]
+    counts = [float(sum(name in clip for clip in clips)) for name in SCORES]
+    totals = fsdp.reduce_sum(sums + counts)
+    return {name: totals[i] / totals[i + len(SCORES)] for i, name in enumerate(SCORES) if totals[i + len(SCORES)]}
 
 
 def frames_of(cells):
@@ -108,36 +142,60 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
     """Generate num_val_videos whole clips at training resolution, write them beside the truth, score them.
 
     samples/step_000120.mp4 (generated left, recorded right) and .png (given frame, generated, recorded), _1, _2, ...
-    for further clips -> {"psnr", "ssim"[, "point_mm", "point_median_mm"]}, means over the clips, and the VAE's
-    own round trip of points: "point_floor_mm", "point_floor_median_mm".
+    for further clips -> those of SCORES that they have, means over the clips.
     """
     windows = cache.val[: config["num_val_videos"]]
     vae = encoders.load_vae(config["model"], device)
     sigmas = flow.sigma_grid(config["num_inference_steps"], config["shift"])
     negative = cache.text[cache.negative_index][None].to(device)
     guidance = config["guidance_scale"], config["guidance_scale_2"] or config["guidance_scale"]
-    totals = {}
+    clips = []
     for item, weight in zip(*fsdp.share_out(len(windows), rank, world_size), strict=True):
-        samples = [cache.sample(windows[item])]
-        latents, condition, text = latent_cache.collate(samples, cache.text, device, gives_frame(wan, config))
+        window = windows[item]
+        latents, condition, text = latent_cache.collate([cache.sample(window)], cache.text, device,
+                                                        gives_frame(wan, config))
         noise = flow.randn(latents.shape[1:], config["seed"], flow.VALIDATION, item)[None].to(device)
         label = "validation video" if rank == 0 else None
         generated, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, *guidance, progress=label)
         if not weight:
             continue
         cells = sampler.decode_cells(vae, generated[0], cache.modalities, cache.views)
-        truth, valid = ground_truth(demos, windows[item], config, cache.box, device)
-        for name, value in scores(cells, truth, valid, cache.box).items():
-            totals[name] = totals.get(name, 0.0) + value
+        truth, valid = ground_truth(demos, window, config, cache.box, device)
+        clips.append(scores(cells, truth, valid, cache.box, task_of(demos, window)))
         got, want = frames_of(cells), frames_of(truth)
         path = os.path.join(config["out_dir"], "samples", f"step_{step:06d}" + (f"_{item}" if item else ""))
         video.write_mp4(f"{path}.mp4", np.concatenate([got, want], axis=2), config["fps"])
-        video.contact_sheet(f"{path}.png", [("given", want[:1]), ("generated", got), ("recorded", want)])
-    del vae
-    names = ["psnr"] + (["ssim"] if min(config["cell_height"], config["cell_width"]) >= video.SSIM_WINDOW else [])
-    names += ["point_mm", "point_median_mm"] if cache.box is not None else []
-    means = [total / len(windows) for total in fsdp.reduce_sum([totals.get(name, 0.0) for name in names])]
-    result = dict(zip(names, means, strict=True))
-    if cache.box is not None:
-        result["point_floor_mm"], result["point_floor_median_mm"] = cache.floor_mm["mean"], cache.floor_mm["median"]
-    return result
+        rows = [("given", want[:1]), ("generated", got), ("recorded", want)]
+        video.contact_sheet(f"{path}.png", rows, title=demos.prompts[window.demo])
+    return mean_scores(clips)
+
+
+@torch.no_grad()
+def floor_and_ceiling(cache, demos, config, rank, world_size, device):
+    """What the scores of held_out_videos mean: those of the given frame repeated and of the recording itself.
+
+    Both after the VAE's round trip, cell by cell -> {"floor/psnr": ..., "ceiling/psnr": ..., ...}; constant in a run.
+    """
+    windows = cache.val[: config["num_val_videos"]]
+    vae = encoders.load_vae(config["model"], device)
+    clips = {"floor": [], "ceiling": []}
+    shares = list(zip(*fsdp.share_out(len(windows), rank, world_size), strict=True))
+    for item, weight in tqdm(shares, desc="floor and ceiling", leave=False, disable=None if rank == 0 else True):
+        if not weight:
+            continue
+        truth, valid = ground_truth(demos, windows[item], config, cache.box, device)
+        still = {name: cell[:, :1].expand_as(cell) for name, cell in truth.items()}
+        for bound, shown in (("floor", still), ("ceiling", truth)):
+            cells = {name: encoders.decode(vae, encoders.encode(vae, cell[None]))[0] for name, cell in shown.items()}
+            clips[bound].append(scores(cells, truth, valid, cache.box, task_of(demos, windows[item])))
+    return {f"{bound}/{name}": mean for bound in clips for name, mean in mean_scores(clips[bound]).items()}
+
+
+def in_a_line(row):
+    """An evaluation as it is printed, scores between their floor and ceiling: "psnr 25.91 (20.29..27.80)"."""
+    texts = []
+    for name, value in row.items():
+        bounds = [f"{row[key]:#.4g}" for key in (f"floor/{name}", f"ceiling/{name}") if key in row]
+        if "sigma" not in name and not name.startswith(("floor/", "ceiling/")):
+            texts.append(f"{name} {value:#.4g}" + (f" ({'..'.join(bounds)})" if bounds else ""))
+    return " | ".join(texts)

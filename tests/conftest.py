@@ -7,9 +7,26 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import encoders  # noqa: E402
+import helpers  # noqa: E402
 import tiny  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--script", help="a copy of train_grpo.py or train_i2v_sft.py, which the tests of it run instead")
+
+
+def pytest_configure(config):
+    if script := config.getoption("--script"):
+        try:
+            helpers.use_copy(config.invocation_params.dir / script)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise pytest.UsageError(f"--script={script}: {error}") from None
+
+
+def pytest_report_header():
+    return [f"{name} here is {path}" for name in helpers.TRAINERS if (path := helpers.path_of(name)).name != name]
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,13 @@ import pytest
 import safetensors.torch
 import torch
 
+import configurator
 import model as wan_model
 from guard import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+TRAINERS = ("train_grpo.py", "train_i2v_sft.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -37,16 +39,45 @@ def flags(settings):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
+@functools.cache
+def settings_of(path):
+    return configurator._settings(path).keys()
+
+
+def use_copy(copy):
+    """Let all tests, in started processes too, run a copy of a trainer instead of the one with its settings."""
+    shared = {len(settings_of(copy) & settings_of(REPOSITORY / name)): name for name in TRAINERS}
+    name = shared[max(shared)]
+    if max(shared) < len(settings_of(REPOSITORY / name)) / 2:
+        raise ValueError(f"want a copy of {' or '.join(TRAINERS)}, got one without most of their settings")
+    ENVIRONMENT[f"COPY_OF_{name}"] = os.environ[f"COPY_OF_{name}"] = str(copy.resolve())
+
+
+def path_of(name):
+    """Where a script lies, or the copy of it that `pytest --script=` asks for."""
+    return Path(os.environ.get(f"COPY_OF_{name}", REPOSITORY / name))
+
+
+def kept(name, settings):
+    """Settings for a script without those that its copy has deleted."""
+    deleted = settings_of(REPOSITORY / name) - settings_of(path_of(name))
+    return {key: value for key, value in settings.items() if key not in deleted}
+
+
 def script(name, *files, **settings):
-    """Run a script in this process -> (its globals, what it printed)."""
-    argv, hook, handler = sys.argv, sys.excepthook, signal.getsignal(signal.SIGTERM)
+    """Run a script in this process -> (its globals, what it printed). A test of what a copy has deleted is skipped."""
+    if deleted := settings.keys() - kept(name, settings).keys():
+        pytest.skip(f"{path_of(name).name} has no setting {', '.join(sorted(deleted))}")
+    argv, hook = sys.argv, sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     sys.argv = [name, *map(str, files), *flags(settings)]
     try:
         with redirect_stdout(io.StringIO()) as printed:
-            return runpy.run_path(str(REPOSITORY / name), run_name="__main__"), printed.getvalue()
+            return runpy.run_path(str(path_of(name)), run_name="__main__"), printed.getvalue()
     finally:
         sys.argv, sys.excepthook = argv, hook
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -67,7 +98,7 @@ def smooth_adamw(monkeypatch):
 
 
 def refusal(name, *files, **settings):
-    """The one line on stderr with which a script refuses to run."""
+    """The one line on stderr with which a script refuses to run; a copy is called by its original's name."""
     shown = sys.excepthook
     with pytest.raises((UserError, OSError)) as caught, pytest.MonkeyPatch.context() as patch:
         patch.setattr(runpy, "run_path", keep_hook(runpy.run_path, hooks := []))
@@ -77,7 +108,7 @@ def refusal(name, *files, **settings):
         hooks[0](caught.type, caught.value, caught.tb)
     lines = printed.getvalue().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
+    return lines[0].replace(path_of(name).name, name)
 
 
 def keep_hook(run_path, hooks):

@@ -1,3 +1,4 @@
+import ast
 import json
 import os
 import re
@@ -31,7 +32,7 @@ prompt = "push"  # é: what to do
 force = False
 betas = (0.9, 0.95)  # Adam
 _private = 1
-config = configure(globals(), also=("sibling.py",))
+config = configure(globals(), also="boundary")
 later = 5
 '''
 SIBLING = "boundary = 0.9\nsteps = 3\nconfig = configure(globals())\nhidden = 1\n"
@@ -116,6 +117,119 @@ def test_file_may_hold_a_siblings_settings(run):
     assert same(run("a.py", a="boundary = None\nsteps = 4\n"), steps=4)
     with pytest.raises(UserError, match="a.py:1: hidden is not a setting"):  # it stands below the sibling's configure()
         run("a.py", a="hidden = 1\n")
+
+
+def test_files_are_shared_with_every_script_that_has_the_setting(run, tmp_path, monkeypatch):
+    """Copies among them; other files beside the script are left alone, and none is read without need."""
+    (tmp_path / "copy_of_sibling.py").write_text("boundary = 0.9\nmine = 1\n1 / 0\nconfig = configure(globals())\n")
+    (tmp_path / "other.py").write_text("theirs = 0.9\nconfig = configure(globals())\n")
+    (tmp_path / "room.py").write_text("boundary = 0.9\ntheirs = 1\n")  # no script
+    (tmp_path / "half_written.py").write_text("boundary = 0.9\nconfig = configure(")
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00")
+    assert same(run("a.py", a="mine = 3\nboundary = 0.5\nsteps = 4\n"), steps=4)
+    with pytest.raises(UserError, match="a.py:1: theirs is not a setting of script.py"):
+        run("a.py", a="theirs = 1\n")
+    with pytest.raises(UserError, match="a.py:1: mime is not a setting of script.py; the nearest is mine"):
+        run("a.py", a="mime = 1\n")
+    with pytest.raises(UserError, match="--mine is not a setting of script.py but of copy_of_sibling.py: put it in"):
+        run("--mine=1")
+    monkeypatch.setattr(configurator, "_siblings", None)
+    assert same(run("a.py", "--lr=1", a="steps = 4\n"), steps=4, lr=1.0)
+
+
+def test_what_was_given_is_known_apart_from_the_defaults(run):
+    run("b.py", "--lr=1e-4", a="steps = 10\n", b="base = 'a.py'\nboundary = 0.5\n")
+    assert configurator.given == {"lr", "steps"} and configurator.defaults == DEFAULTS
+    run("--steps=3")
+    assert configurator.given == {"steps"} and configurator.defaults == DEFAULTS
+
+
+def test_a_file_is_laid_over_its_bases(run, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/low.py").write_text("steps = 1\nlr = 1\nprompt = 'low'\nboundary = 3\n")
+    (tmp_path / "recipes/middle.py").write_text('"""Over low."""\nbase = "low.py"\nsteps = 2\nlr = 2\n')
+    top = "# a comment\nbase = 'recipes/middle.py, second.py'\nbetas = (1, 1)\n"
+    wanted = dict(steps=2, lr=3.0, prompt="low", betas=(1.0, 1.0))
+    assert same(run("top.py", top=top, second="lr = 3\n"), **wanted)
+    assert same(run("top.py", "third.py", "--lr=5", third="steps = 4\nlr = 4\n"), **wanted | dict(steps=4, lr=5.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base = 'none.py'", "a.py:1: base=none.py: none.py is not there, want a path relative to this file"),
+        ("base = 'b.py,'", "a.py:1: base=b.py,: . is not there, want a path relative to this file"),
+        ("base = 'a.py'", "a.py:1: base=a.py: a.py is based on this file, want one that isn't"),
+        ("base = 'c.py'", "c.py:1: base=a.py: a.py is based on this file, want one that isn't"),
+        ("lr = 1\nbase = 'b.py'", """a.py:2: got "base = 'b.py'", want base = "NAME.py" above all settings"""),
+        ("boundary = 1\nbase = 'b.py'", """a.py:2: got "base = 'b.py'", want base = "NAME.py" above all settings"""),
+        ("base = 'b.py'\nbase = 'b.py'", """a.py:2: got "base = 'b.py'", want base = "NAME.py" above all settings"""),
+        ("base = 3", """a.py:1: got 'base = 3', want base = "NAME.py" above all settings"""),
+        ("base = f('b.py')", """want base = "NAME.py" above all settings"""),
+        ("base = 'd.py'", "d.py:2: stesp is not a setting of script.py; the nearest is steps"),
+    ],
+)
+def test_a_base_that_cannot_be_one(run, text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        run("a.py", a=text, b="steps = 1\n", c="base = 'a.py'\n", d="lr = 1\nstesp = 1\n")
+
+
+def resolved(script, *files):
+    """What a script of this repository makes of config files, by its own assignments alone."""
+    namespace = {"__file__": str(ROOT / script)}
+    for node in ast.parse((ROOT / script).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name == "config":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(sys, "argv", [script, *(str(ROOT / "config" / file) for file in files)])
+                    patch.setattr(sys, "excepthook", sys.excepthook)
+                    also = [ast.literal_eval(keyword.value) for keyword in node.value.keywords]
+                    return configurator.configure(namespace, *also)
+            namespace[name] = ast.literal_eval(node.value)
+
+
+def differences(script, first, second):
+    first, second = resolved(script, *first), resolved(script, *second)
+    return {name: second[name] for name in first if first[name] != second[name]}
+
+
+def test_smoke_recipes_are_overlays():
+    quick = dict(max_steps=4, warmup_steps=0, seed=1, eval_interval=0, num_val_windows=1, val_sigmas=1,
+                 num_val_videos=1, save_interval=2)
+    recipe = ["robocasa_i2v.py"]
+    found = differences("train_i2v_sft.py", recipe, [*recipe, "smoke.py"])
+    assert found == quick | dict(out_dir="out/smoke")
+    found = differences("train_i2v_sft.py", recipe, ["robocasa_i2v_smoke_rgb.py"])
+    assert found == quick | dict(out_dir="out/robocasa_i2v_smoke_rgb", pointmaps=False, lora_rank=16, beta2=0.99,
+                                 keep_in_memory=True)
+    found = differences("train_i2v_sft.py", ["robocasa_i2v_smoke_rgb.py"], ["robocasa_i2v_smoke_hcpt.py"])
+    assert found == dict(out_dir="out/robocasa_i2v_smoke_hcpt", pointmaps=True)
+
+    quick = dict(max_iterations=2, ema_interval=1, eval_interval=2, num_eval_samples=4, num_eval_videos=2,
+                 num_eval_steps=20, save_interval=1)
+    recipe = ["wan22_ti2v_grpo.py"]
+    assert differences("train_grpo.py", recipe, [*recipe, "smoke_grpo.py"]) == quick | dict(out_dir="out/smoke_grpo")
+    found = differences("train_grpo.py", recipe, ["wan22_ti2v_grpo_smoke.py"])
+    assert found == quick | dict(out_dir="out/wan22_ti2v_grpo_smoke")
+
+
+def test_recipes_for_other_models_keep_their_own_sizes():
+    config = resolved("train_i2v_sft.py", "wan22_ti2v_sft.py")
+    assert [config[name] for name in ("model", "cell_height", "pointmaps", "batch_size", "guidance_scale_2", "beta2",
+                                      "cache_dir", "lora_rank", "views")] == [
+        "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 448, False, 2, 5.0, 0.999, "out/cache_robocasa_ti2v", 64,
+        "robot0_agentview_left,robot0_agentview_right"]
+    assert resolved("prepare_robocasa.py", "wan22_ti2v_sft.py")["encode_batch"] == 1
+    config = resolved("train_grpo.py", "wan22_i2v_grpo.py")
+    assert [config[name] for name in ("model", "height", "width", "num_frames", "group_size", "sde_window",
+                                      "guidance_scale_2", "lora_alpha", "num_minibatches", "eval_rewards")] == [
+        "Wan-AI/Wan2.2-I2V-A14B-Diffusers", 480, 480, 5, 16, (1, 2), 3.5, 128.0, 2, "smoothness:1.0,first_frame:1.0"]
+
+
+def test_every_recipe_suits_a_trainer():
+    for file in sorted((ROOT / "config").glob("*.py")):
+        assert resolved("train_grpo.py" if "grpo" in file.name else "train_i2v_sft.py", file)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +360,7 @@ def test_what_is_given_and_what_a_script_knows_better(run, tmp_path, monkeypatch
     assert configurator.given == {"lr", "steps"}
     run()
     assert configurator.given == set()
-    source = SCRIPT.replace('also=("sibling.py",)', 'run="prompt", defaults=lambda config: better | dict(no_setting=1)')
+    source = SCRIPT.replace('also="boundary"', 'run="prompt", recorded=lambda config: better | dict(no_setting=1)')
     (tmp_path / "script.py").write_text(source.replace("_private = 1", "better = dict(lr=2, steps=5, force=True)"))
     config = run("a.py", "x/config.json", a="steps = 3")
     assert config == DEFAULTS | dict(prompt="x/config.json", lr=2.0, steps=3, force=True)
@@ -285,9 +399,27 @@ def test_save_config_where_it_cannot_write(tmp_path):
 
 
 def test_values_out_of_range_are_named_with_what_is_wanted():
-    config = dict(steps=3, lr=0.0, law="flow")
-    check_values(config, at_least=dict(steps=3, lr=0), one_of=dict(law=("flow", "cps")))
-    for change, words in [(dict(steps=2), "steps=2: want at least 3"), (dict(lr=-0.1), "lr=-0.1: want at least 0"),
-                          (dict(law="ode"), "law=ode: want flow, cps or dance")]:
-        with pytest.raises(UserError, match=words):
-            check_values(config | change, at_least=dict(steps=3, lr=0), one_of=dict(law=("flow", "cps", "dance")))
+    config = dict(steps=3, lr=0.0, law="flow", clip=1.0, decay=0.5)
+    bounds = dict(at_least=dict(steps=3, lr=0), more_than=dict(clip=0), below=dict(decay=1), at_most=dict(steps=4))
+    laws = dict(law=("flow", "cps", "dance"))
+    check_values(config, **bounds, one_of=laws)
+    wrong = dict(steps=2, lr=-0.1, clip=0.0, decay=1.0, law="ode")
+    words = ["steps=2: want at least 3", "lr=-0.1: want at least 0", "clip=0.0: want more than 0",
+             "decay=1.0: want below 1", "law=ode: want flow, cps or dance"]
+    for (name, value), line in zip(wrong.items(), words, strict=True):
+        with pytest.raises(UserError) as caught:
+            check_values(config | {name: value}, **bounds, one_of=laws)
+        assert str(caught.value) == line
+    with pytest.raises(UserError, match="^steps=5: want at most 4$"):
+        check_values(config | dict(steps=5), **bounds, one_of=laws)
+    with pytest.raises(UserError) as caught:  # all of them at once
+        check_values(wrong, **bounds, one_of=laws, mistakes=["a: want b"])
+    assert str(caught.value) == "; ".join([*words, "a: want b"])
+    with pytest.raises(UserError, match="^a: want b$"):
+        check_values(config, **bounds, one_of=laws, mistakes=["a: want b"])
+
+
+def test_a_setting_that_a_fork_has_deleted_is_not_asked_for():
+    check_values({}, at_least=dict(steps=3), more_than=dict(clip=0), one_of=dict(law=("flow", "cps")))
+    with pytest.raises(UserError, match="^steps=2: want at least 3$"):
+        check_values(dict(steps=2), at_least=dict(steps=3, lr=0), one_of=dict(law=("flow", "cps")))

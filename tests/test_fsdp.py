@@ -104,12 +104,16 @@ def train(wan, steps, samples, world_size=1):
     return parameters, optimizer, ema
 
 
+def training_tensors(parameters, optimizer, ema, saved=None):
+    return checkpoints.training_tensors(parameters, optimizer, {"ema": ema.shadow}, saved)
+
+
 def message_of(function):
-    """How a rank ends: (name of the exception, its text)."""
+    """How a rank ends: (name of the exception, its text); "told": another rank says it."""
     try:
         function()
     except (UserError, SystemExit) as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__ + (" told" if getattr(error, "told", False) else ""), str(error)
     return "nothing", ""
 
 
@@ -141,16 +145,16 @@ def two_ranks(folder):
     # checkpoints: one made by two ranks, and one made by one process
     for method in ("lora", "full"):
         wan = shard(small_wan(method), mesh)
-        state = checkpoints.training_tensors(*train(wan, 3, samples))
+        state = training_tensors(*train(wan, 3, samples))
         checkpoints.save(f"{folder}/two_{method}", 3, state, dict(step=3), keep_last=2)
         results[f"saved {method}"] = fsdp.gather(state)
         wan = shard(small_wan(method), mesh)
         parameters = wan_model.trainable_parameters(wan)
         optimizer, ema = torch.optim.AdamW(parameters.values(), lr=1e-2), fsdp.EMA(parameters, 0.9)
         path = checkpoints.to_resume(f"{folder}/one_{method}", True)
-        state = checkpoints.training_tensors(parameters, optimizer, ema, checkpoints.saved_names(path))
+        state = training_tensors(parameters, optimizer, ema, checkpoints.saved_names(path))
         checkpoints.load(path, state)
-        results[f"loaded {method}"] = fsdp.gather(checkpoints.training_tensors(parameters, optimizer, ema))
+        results[f"loaded {method}"] = fsdp.gather(training_tensors(parameters, optimizer, ema))
 
     # a mistake or a full disk on rank 1 only
     def agree(*guilty):
@@ -183,7 +187,7 @@ def together(tmp_path_factory):
     """(folder, what two_ranks stored); folder/one_<method> holds checkpoints of this process."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for method in ("lora", "full"):
-        state = checkpoints.training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
+        state = training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
         checkpoints.save(folder / f"one_{method}", 2, state, dict(step=2), keep_last=2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -255,10 +259,10 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_the_other_way(together, 
     assert sorted(os.listdir(path)) == ["meta.json"] + [
         f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in (1, 2)
     ]
-    checkpoints.load(path, checkpoints.training_tensors(parameters, optimizer, ema, checkpoints.saved_names(path)))
-    compare_state(checkpoints.training_tensors(parameters, optimizer, ema), results[f"saved {method}"], steps=3)
+    checkpoints.load(path, training_tensors(parameters, optimizer, ema, checkpoints.saved_names(path)))
+    compare_state(training_tensors(parameters, optimizer, ema), results[f"saved {method}"], steps=3)
 
-    state = checkpoints.training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
+    state = training_tensors(*train(small_wan(method), 2, [0, 1, 2, 3]))
     compare_state(results[f"loaded {method}"], state, steps=2)
 
 
@@ -297,10 +301,10 @@ def test_a_mistake_on_one_rank_ends_both_with_its_message(together):
     assert rank_0[0] == ("UserError", "rank 1: got é")
     assert rank_0[1] == ("UserError", "rank 0: got é")
     assert rank_0[2] == rank_1[2] == ("nothing", "")
-    assert rank_1[0] == rank_1[1] == ("SystemExit", "1")
+    assert rank_1[0] == ("UserError told", "rank 1: got é") and rank_1[1] == ("UserError told", "rank 0: got é")
     kind, text = rank_0[3]
     assert kind == "UserError" and "step_000004: [Errno 28] No space left on device: the last" in text
-    assert rank_1[3] == ("SystemExit", "1")
+    assert rank_1[3] == ("UserError told", text)
     assert os.listdir(together[0] / "two_full/ckpt") == ["step_000003"]
     assert together[1]["gathered elsewhere"] == [1, 0]
 
@@ -440,13 +444,51 @@ def test_keep_last_and_the_order_of_checkpoints(tmp_path):
         checkpoints.to_resume(tmp_path, False)
 
 
-def test_settings_that_differ_are_named():
-    saved = {"lr": 1e-3, "seed": 0, "fps": 8, "gone": 1}
-    assert checkpoints.check_same_config("ckpt", saved, dict(saved), {"fps"}) == "nothing"
-    assert checkpoints.check_same_config("ckpt", saved, saved | {"fps": 9}, {"fps"}) == "fps 8 -> 9"
+def check_same_config(current, saved=None, checkpoint="out/a/ckpt/step_000001"):
+    saved = saved or {"lr": 1e-3, "seed": 0, "fps": 8, "window": [0, 5], "lora_rank": 4}
+    defaults = {"lr": 1.0, "new": (1, 2), "mine": False}
+    return checkpoints.check_same_config(checkpoint, saved, current, {"fps"}, defaults)
+
+
+def test_settings_that_differ_are_named_with_the_way_on():
+    same = {"lr": 1e-3, "seed": 0, "fps": 8, "window": (0, 5), "lora_rank": 4}
+    assert check_same_config(same) == "nothing"
+    assert check_same_config(same | {"fps": 9}) == "fps 8 -> 9"
     with pytest.raises(UserError) as caught:
-        checkpoints.check_same_config("ckpt", saved, {"lr": 2e-3, "seed": 0, "fps": 9, "new": "a"}, {"fps"})
-    assert "(gone 1 -> None, lr 0.001 -> 0.002, new None -> 'a')" in str(caught.value)
+        check_same_config(same | {"lr": 2e-3, "fps": 9, "window": (0, 6)})
+    assert str(caught.value) == (
+        "out/a/ckpt/step_000001 was made with another config (lr 0.001 -> 0.002, window [0, 5] -> [0, 6]): use another "
+        "out_dir, where init_lora=out/a/lora starts from what was learnt, or the old values")
+    with pytest.raises(UserError, match=r"out_dir, where model=out/a/model \(written at the run's end\) starts from"):
+        check_same_config({"lora_rank": 0, "lr": 2}, {"lora_rank": 0, "lr": 1})
+
+
+def test_a_run_is_resumed_by_a_script_with_other_settings():
+    """One that is new at its default is no difference; one that is gone is told, and no more."""
+    same = {"lr": 1e-3, "seed": 0, "fps": 8, "window": (0, 5), "lora_rank": 4}
+    assert check_same_config(same | {"new": (1, 2), "mine": False, "content of mine": "abc"}) == "nothing"
+    with pytest.raises(UserError, match=r"config \(mine False -> True, new \[1, 2\] -> \[1, 3\]\): use"):
+        check_same_config(same | {"new": (1, 3), "mine": True})
+    del same["seed"]
+    assert check_same_config(same | {"fps": 9}) == "fps 8 -> 9, seed 0 -> no longer a setting"
+    with pytest.raises(UserError, match=r"config \(lr 0.001 -> 1.0\): use"):  # its default now
+        check_same_config(same | {"lr": 1.0})
+
+
+def test_a_further_average_is_saved_and_resumed(tmp_path):
+    def state(values, saved=None):
+        parameter = torch.nn.Parameter(torch.full((3,), values[0]))
+        averages = {name: {"x": torch.full((3,), x)} for name, x in zip(("ema", "slow"), values[1:], strict=False)}
+        return checkpoints.training_tensors({"x": parameter}, torch.optim.AdamW([parameter]), averages, saved)
+
+    checkpoints.save(tmp_path, 1, state([1.0, 2.0, 3.0]), {}, keep_last=0)
+    assert checkpoints.saved_names(path := checkpoints.to_resume(tmp_path, True)) == {"parameter.x", "ema.x", "slow.x"}
+    checkpoints.load(path, found := state([0.0, 0.0, 0.0]))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "parameter.x": [1.0] * 3, "ema.x": [2.0] * 3, "slow.x": [3.0] * 3}
+    with pytest.raises(UserError, match="the checkpoint has no average 'slow', as this script has: start in another"):
+        state([0.0, 0.0, 0.0], {"parameter.x", "ema.x", "slower.x"})
+    assert state([0.0], {"parameter.x", "ema.x"}).keys() == {"parameter.x"}
 
 
 def test_restored_counts_of_steps_lie_where_the_optimizer_wants_them():
@@ -454,7 +496,7 @@ def test_restored_counts_of_steps_lie_where_the_optimizer_wants_them():
     for fused, device in ((True, "meta"), (False, "cpu")):
         parameter = torch.nn.Parameter(torch.zeros(3, device="meta"))
         optimizer = torch.optim.AdamW([parameter], fused=fused)
-        state = checkpoints.training_tensors({"x": parameter}, optimizer, None, saved={"optimizer.x.exp_avg"})
+        state = checkpoints.training_tensors({"x": parameter}, optimizer, saved={"optimizer.x.exp_avg"})
         assert sorted(state) == ["optimizer.x.exp_avg", "optimizer.x.exp_avg_sq", "optimizer.x.step", "parameter.x"]
         assert state["optimizer.x.step"].device.type == device and state["optimizer.x.step"].dtype == torch.float32
         assert optimizer.state[parameter]["step"] is state["optimizer.x.step"]
@@ -545,22 +587,38 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert seen[-1] is False  # it is not removed under its own name
 
 
-if __name__ == "__main__":
-    two_ranks(sys.argv[1])
+
+@pytest.fixture
+def stop():
+    """fsdp.Stop, whose handlers are gone afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield fsdp.Stop()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_in_an_evaluation_says_so_and_leaves_at_once(capsys, number):
-    handlers = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
-    try:
-        stop = fsdp.Stop()
-        with pytest.raises(SystemExit) as ended, stop.leaves_at_once():
-            os.kill(os.getpid(), number)
-        assert ended.value.code == 0 and stop.requested and stop.name == number.name
-        assert capsys.readouterr().out == f"stopped: {number.name} in an evaluation; the same command resumes\n"
-    finally:
-        signal.signal(signal.SIGTERM, handlers[0])
-        signal.signal(signal.SIGINT, handlers[1])
+STOPS = [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+
+
+@pytest.mark.parametrize("number, name", STOPS)
+def test_a_stop_in_an_evaluation_says_so_and_leaves_at_once(capsys, stop, number, name):
+    with pytest.raises(SystemExit) as ended, stop.leaves_at_once():
+        os.kill(os.getpid(), number)
+    assert ended.value.code == 0 and stop.requested and stop.name == name
+    assert capsys.readouterr().out == f"stopped: {name} in an evaluation; the same command resumes\n"
+
+
+@pytest.mark.parametrize("number, name", STOPS)
+def test_a_stop_before_an_evaluation_is_called_what_it_was(capsys, stop, number, name):
+    """The first that came, though a scheduler or torchrun sends a SIGTERM after it."""
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.requested and stop.name == name and capsys.readouterr().out == ""
+    with pytest.raises(SystemExit), stop.leaves_at_once():
+        pass
+    assert capsys.readouterr().out == f"stopped: {name} in an evaluation; the same command resumes\n"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_second_ctrl_c_in_a_save_is_not_the_disks_fault(tmp_path, monkeypatch):
@@ -571,3 +629,7 @@ def test_a_second_ctrl_c_in_a_save_is_not_the_disks_fault(tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(str(tmp_path), 1, {"x": torch.zeros(2)}, {}, 1)
     assert checkpoints.saved_in(str(tmp_path)) == [] and not list((tmp_path / "ckpt").iterdir())
+
+
+if __name__ == "__main__":
+    two_ranks(sys.argv[1])

@@ -15,6 +15,57 @@ def transitions(*log_probs):
     return [SimpleNamespace(index=3 + i, log_prob=torch.tensor(values)) for i, values in enumerate(log_probs)]
 
 
+SETTINGS = dict(law="flow", noise_level=0.7, num_steps=10, num_sde_steps=2, sde_window=(0, 5), ratio_norm=False,
+                warmup_iterations=0, max_iterations=5, prompts_per_iteration=3, group_size=4, rollout_batch=6,
+                num_minibatches=1, ema_decay=0.5, clip_range=1e-3, reward_timeout=60.0, dtype="float32")
+
+
+def refusal_of(config, world_size=1):
+    try:
+        grpo_checks.check_settings(config, world_size)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_all_mistakes_in_settings_are_told_at_once(tmp_path):
+    assert refusal_of(SETTINGS) == refusal_of(SETTINGS, 2) == ""
+    wrong = dict(ema_decay=1.0, clip_range=0.0, dtype="half", noise_level=1.2, law="cps", ratio_norm=True,
+                 sde_window=(8, 10), warmup_iterations=6)
+    lines = ["clip_range=0.0: want more than 0", "ema_decay=1.0: want below 1", "dtype=half: want float32 or bfloat16",
+             "noise_level=1.2: an SDE wants more than 0, e.g. 0.7, and cps at most 1",
+             "sde_window=(8, 10): want (lo, hi), lo >= 0, hi <= 9, at least num_sde_steps=2 apart",
+             "ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance",
+             "warmup_iterations=6: want at most max_iterations=5, the whole run"]
+    assert refusal_of(SETTINGS | wrong) == "; ".join(lines)
+    videos = "prompts_per_iteration x group_size = 12 videos: want a multiple of "
+    assert refusal_of(SETTINGS, 4) == f"{videos}4 ranks x rollout_batch=6, e.g. rollout_batch=3"
+    assert refusal_of(SETTINGS, 5) == f"{videos}5 ranks x rollout_batch=6"
+    assert refusal_of(SETTINGS | dict(num_minibatches=3), 2) == (
+        "num_minibatches=3: want at most 2, a rank's batches of rollout_batch videos x num_sde_steps")
+    assert refusal_of(SETTINGS | dict(rollout_batch=0)) == "rollout_batch=0: want at least 1"
+    (tmp_path / "few.jsonl").write_text("{}\n\n{}\n")
+    assert refusal_of(SETTINGS | dict(data_jsonl=tmp_path / "few.jsonl", clip_range=0)) == (
+        "clip_range=0: want more than 0; prompts_per_iteration=3: want 1 to 2, all there are")
+    for content in ("{}\n{}\n{}", ""):  # an empty one is told by Prompts
+        (tmp_path / "few.jsonl").write_text(content)
+        assert refusal_of(SETTINGS | dict(data_jsonl=tmp_path / "few.jsonl")) == ""
+
+
+@pytest.mark.parametrize("deleted", [{name} for name in SETTINGS] + [set(SETTINGS)])
+def test_what_a_fork_has_deleted_is_not_asked_for(deleted):
+    left = {name: value for name, value in SETTINGS.items() if name not in deleted}
+    assert refusal_of(left) == "" and refusal_of(left | dict(mine=-1)) == ""
+    wrong = dict(noise_level=0, warmup_iterations=-1, sde_window=(5, 4), rollout_batch=5, ema_decay=1, dtype="half")
+    told = refusal_of({name: value for name, value in (SETTINGS | wrong).items() if name not in deleted})
+    told = [line.split(":")[0] for line in told.split("; ") if line]
+    wanted = {"warmup_iterations=-1": {"warmup_iterations"}, "ema_decay=1": {"ema_decay"}, "dtype=half": {"dtype"},
+              "noise_level=0": {"noise_level"}, "sde_window=(5, 4)": {"sde_window", "num_steps", "num_sde_steps"},
+              "prompts_per_iteration x group_size = 12 videos": {"prompts_per_iteration", "group_size",
+                                                                 "rollout_batch"}}
+    assert told == [line for line, needed in wanted.items() if not needed & deleted]
+
+
 def test_the_first_ratio():
     stored = transitions([-1.0, -2.0], [-3.0, -4.0])
     line = grpo_checks.check_first_ratio(lambda t: t.log_prob.clone(), stored, 1e-4, {})

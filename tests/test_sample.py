@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 import adapters
 import data as robot_data
+import recordings
 import tiny
 import validate
 from helpers import files_of, refusal, script
@@ -114,10 +115,10 @@ STEPS = dict(num_inference_steps=2, seed=3)
 def images(world):
     """--images=, --prompt= of a demo's first frame, its views in the run's order."""
     demos = robot_data.RobotDemos(world / "robot.hdf5", CELLS["views"])
-    window = robot_data.Window("demo_7", 0, 1, "val")
+    window = recordings.Window("demo_7", 0, 1, "val")
     for view in demos.views:
         tiny.Image.fromarray(demos.rgb(window, view, 1)[0]).save(world / f"{view}.png")
-    return dict(images=",".join(str(world / f"{view}.png") for view in demos.views), prompt=demos.prompt("demo_7"))
+    return dict(images=",".join(str(world / f"{view}.png") for view in demos.views), prompt=demos.prompts["demo_7"])
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +246,8 @@ def test_an_adapter_that_says_nothing_is_used_as_it_is_and_told(world, runs, ima
 
 def test_training_goes_on_from_an_adapter_of_the_same_base_in_another_size(world, runs, tmp_path):
     start = dict(data=world / "robot.hdf5", init_lora=runs["lora"] / "lora", lora_rank=4, batch_size=4, max_steps=1,
-                 cache_dir=world / "cache", eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1,
-                 shift=3.0, out_dir=tmp_path / "out")
+                 warmup_steps=0, cache_dir=world / "cache", eval_interval=0, num_val_videos=0, num_val_windows=1,
+                 val_sigmas=1, shift=3.0, out_dir=tmp_path / "out")
     _, printed = script("train_i2v_sft.py", **start, model=world / "i2v")
     views = "views {1},{0} -> {0},{1}".format("robot0_agentview_left", "robot0_agentview_right")
     line = f"init_lora  {runs['lora']}/lora: of {world}/i2v; {views}, cell_height 24 -> 16, num_frames 9 -> 5\n"

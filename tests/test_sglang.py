@@ -45,6 +45,7 @@ from helpers import (
     free_ports,
     held_by_another,
     load,
+    path_of,
     refusal,
     rows_of,
     script,
@@ -761,7 +762,7 @@ def test_four_ranks_share_two_servers_as_one_process_does(world, serve, tmp_path
     settings = paths(world) | QUICK | dict(group_size=4, rollout="sglang", sglang_urls=urls, max_iterations=2)
     script("train_grpo.py", **settings, out_dir=tmp_path / "one")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    ended = subprocess.run([*command, REPOSITORY / "train_grpo.py", *flags(settings | dict(out_dir=tmp_path / "four"))],
+    ended = subprocess.run([*command, path_of("train_grpo.py"), *flags(settings | dict(out_dir=tmp_path / "four"))],
                            env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     (one, one_rows), (four, four_rows) = results(tmp_path / "one"), results(tmp_path / "four")

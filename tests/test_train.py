@@ -32,12 +32,13 @@ import tiny
 from guard import UserError
 from helpers import (
     ENVIRONMENT,
-    REPOSITORY,
     TORCHRUN,
     assert_same_checkpoint,
     files_of,
     flags,
     free_ports,
+    kept,
+    path_of,
     refusal,
     rows_of,
     script,
@@ -49,6 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = dict(batch_size=8, lr=1e-3, max_steps=6, log_interval=1, eval_interval=3, save_interval=3, warmup_steps=2,
              ema_decay=0.8,
              text_dropout=0.3, num_inference_steps=2, num_val_videos=1, num_val_windows=2, val_sigmas=2)
+SHORT = kept("train_i2v_sft.py", SHORT)
 SHORTEST = SHORT | dict(max_steps=2, eval_interval=0, num_val_videos=0, num_val_windows=1, val_sigmas=1, ema_decay=0)
 
 
@@ -140,8 +142,8 @@ def stop_at(monkeypatch, step, sent=signal.SIGTERM):
 
 def test_a_run_leaves_what_it_promises(world, straight):
     files = files_of(straight)
-    assert {"config.json", "metrics.jsonl", "curves.png", "samples/step_000003.mp4", "samples/step_000006.png",
-            "model/model_index.json", "model/transformer_2/config.json",
+    assert {"config.json", "metrics.jsonl", "curves.png", "samples/step_000000.png", "samples/step_000003.mp4",
+            "samples/step_000006.png", "model/model_index.json", "model/transformer_2/config.json",
             "model/vae/config.json"} <= set(files)
     assert not [name for name in files if "tmp" in name or name.startswith("lora")]
     rows, evaluations = train_rows(straight), eval_rows(straight)
@@ -155,7 +157,10 @@ def test_a_run_leaves_what_it_promises(world, straight):
         sigmas = [value for name, value in row.items() if "sigma" in name]
         assert len(sigmas) == 4  # val_sigmas=2 of each expert
         assert np.mean([row["val_loss/high"], row["val_loss/low"]]) == pytest.approx(np.mean(sigmas))
-    assert "psnr" not in evaluations[0] and evaluations[2]["psnr"] > 5
+    assert evaluations[2]["psnr"] > 5 and evaluations[2]["psnr"] != evaluations[0]["psnr"]  # a video at step 0 too
+    for name in ("psnr", "moved_psnr", "ssim"):
+        assert len({(row[f"floor/{name}"], row[f"ceiling/{name}"]) for row in evaluations}) == 1
+        assert 0 < evaluations[0][f"floor/{name}"] < evaluations[0][f"ceiling/{name}"]
     assert evaluations[2]["val_loss/high"] < evaluations[0]["val_loss/high"]
     meta = checkpoints.read_meta(straight / "ckpt/step_000006")
     assert meta["step"] == 6 and meta["global_batch"] == 8 and meta["skipped_steps"] == 0
@@ -294,7 +299,7 @@ def test_noise_levels_follow_the_shifted_uniform_distribution(position):
 
 def test_a_non_finite_step_is_skipped_and_several_end_the_run(world, train, tmp_path):
     shutil.copytree(world / "cache_i2v", tmp_path / "cache")
-    cache = train(**SHORTEST | dict(max_steps=1, out_dir=tmp_path / "first"))[0]["cache"]
+    cache = train(**SHORTEST | dict(max_steps=1, warmup_steps=0, out_dir=tmp_path / "first"))[0]["cache"]
     key = cache.train[5].key
     file = tmp_path / f"cache/rgb/{key}.safetensors"
     cells = safetensors.torch.load_file(file)
@@ -325,7 +330,7 @@ def test_a_file_that_cannot_be_read_later_loses_nothing(world, train, tmp_path):
     shutil.copytree(world / "cache_i2v", tmp_path / "cache")
     settings = SHORT | dict(cache_dir=tmp_path / "cache", keep_in_memory=False, save_interval=0, eval_interval=0,
                             batch_size=4, num_val_videos=0)
-    cache = train(**settings | dict(max_steps=1, out_dir=tmp_path / "first"))[0]["cache"]
+    cache = train(**settings | dict(max_steps=1, warmup_steps=0, out_dir=tmp_path / "first"))[0]["cache"]
     batches = [latent_cache.batch_indices(len(cache.train), 4, step, 0) for step in range(6)]
     step, clip = next((step, i) for step in (3, 4) for i in batches[step] if not any(i in b for b in batches[:step]))
     path = tmp_path / f"cache/rgb/{cache.train[clip].key}.safetensors"
@@ -377,7 +382,7 @@ def test_pointmaps_low_precision_and_checkpointing(train, tmp_path):
         assert {p.dtype for p in names["parameters"].values()} == {torch.float32}
         assert {p.dtype for p in names["wan"].experts["low"].parameters()} == {torch.float32, torch.bfloat16}
         row = eval_rows(tmp_path / checkpointing)[-1]
-        assert row["point_mm"] > row["point_median_mm"] > row["point_floor_mm"] > 0
+        assert row["point_mm"] > row["point_median_mm"] > row["ceiling/point_median_mm"] > 0
         assert len(checkpoints.read_meta(tmp_path / checkpointing / "ckpt/step_000004")["box"]) == 6
     assert_same_checkpoint(tensors_of(tmp_path / "none", 4), tensors_of(tmp_path / "selective", 4))
 
@@ -530,7 +535,7 @@ def dry_run(**settings):
         argv = sys.argv
         sys.argv = ["train_i2v_sft.py", *flags(settings | dict(dry_run=True))]
         try:
-            runpy.run_path(str(REPOSITORY / "train_i2v_sft.py"), run_name="__main__")
+            runpy.run_path(str(path_of("train_i2v_sft.py")), run_name="__main__")
         finally:
             sys.argv = argv
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -593,12 +598,16 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         (dict(dp_replicate=2), "dp_replicate=2: want a divisor of the 1 ranks"),
         (dict(boundary_ratio=1.5), "boundary_ratio=1.5: two experts want one between 0 and 1"),
         (dict(seed=-1), "seed=-1: want at least 0"),
+        (dict(fps=0, beta2=1, text_dropout=1.5, dtype="half", warmup_steps=7), "fps=0: want at least 1; "
+         "text_dropout=1.5: want at most 1; beta2=1.0: want below 1; dtype=half: want float32 or bfloat16; "
+         "warmup_steps=7: want at most max_steps=6, the whole run"),
         (dict(ema_decay=1.0), "ema_decay=1.0"), (dict(beta2=1.0), "beta2=1.0"), (dict(grad_clip=0.0), "grad_clip=0.0"),
         (dict(weight_decay=-1.0), "weight_decay=-1.0: want at least 0"), (dict(fps=0), "fps=0: want at least 1"),
         (dict(peak_tflops=0.0), "peak_tflops=0.0: want at least 1"),
         (dict(guidance_scale=3.5, guidance_scale_2=0.0), "guidance_scale_2=0: two experts want the low-noise expert's"),
     ]:
-        assert words in refusal("train_i2v_sft.py", **base | change), change
+        if kept("train_i2v_sft.py", change) == change:
+            assert words in refusal("train_i2v_sft.py", **base | change), change
         assert not out_dir.exists()
     assert "typo.py:2: max_stepz is not a setting of train_i2v_sft.py; the nearest is max_steps" in refusal(
         "train_i2v_sft.py", tmp_path / "typo/typo.py", **base)
@@ -629,6 +638,20 @@ def test_another_config_is_refused_naming_what_differs(world, straight, tmp_path
     line = refusal("train_i2v_sft.py", **base | dict(model=other["other"]))
     assert "another config (content of model '" in line and f", model '{world}/i2v' -> '{tmp_path}/other'): " in line
     assert files_of(straight) == before
+
+
+def test_a_copy_with_other_settings_resumes_the_run(world, straight, tmp_path, monkeypatch):
+    lines = path_of("train_i2v_sft.py").read_text().splitlines(keepends=True)
+    lines = ["mine = 0.5\n" if line.startswith("peak_tflops = ") else line for line in lines]  # one more, one less
+    (tmp_path / "train_fork.py").write_text("".join(lines))
+    monkeypatch.setenv("COPY_OF_train_i2v_sft.py", str(tmp_path / "train_fork.py"))
+    shutil.copytree(straight, tmp_path / "out")
+    base = paths(world) | SHORT | dict(out_dir=tmp_path / "out")
+    _, printed = script("train_i2v_sft.py", **base)
+    assert "step_000006: step 6, " in printed and ", peak_tflops 989.0 -> no longer a setting, " in printed
+    line = refusal("train_i2v_sft.py", **base | dict(mine=0.7))
+    assert line.endswith(f"another config (mine 0.5 -> 0.7): use another out_dir, where model={tmp_path}/out/model "
+                         "(written at the run's end) starts from what was learnt, or the old values")
 
 
 def test_a_damaged_checkpoint_is_one_line(world, straight, tmp_path):
@@ -707,7 +730,7 @@ def test_real_launches(world, straight, straight_lora, tmp_path, monkeypatch):
         return subprocess.Popen([*command, *flags(settings)], cwd=tmp_path, env=ENVIRONMENT, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    single = [sys.executable, str(REPOSITORY / "train_i2v_sft.py"), "config.py"]
+    single = [sys.executable, str(path_of("train_i2v_sft.py")), "config.py"]
     together = start([*TORCHRUN, __file__, tmp_path / "runs"], {})
     stopped = start(single, dict(out_dir=tmp_path / "stopped", max_steps=100_000, save_interval=0, eval_interval=0))
     while "step 0003" not in (line := stopped.stdout.readline()) and line:
@@ -722,11 +745,11 @@ def test_real_launches(world, straight, straight_lora, tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == list(range(1, checkpoints.read_meta(last[0])["step"] + 1))
     out, err = wrong.communicate(timeout=120)
     assert wrong.returncode == 1 and out == ""
-    assert err == "error: --batch_sizes is not a setting of train_i2v_sft.py; the nearest is batch_size\n"
+    assert err == f"error: --batch_sizes is not a setting of {Path(single[1]).name}; the nearest is batch_size\n"
 
     out, err = together.communicate(timeout=240)
     assert together.returncode == 0, err[-4000:]
-    refused = start([*TORCHRUN, str(REPOSITORY / "train_i2v_sft.py"), "config.py"], dict(batch_size=12))
+    refused = start([*TORCHRUN, str(path_of("train_i2v_sft.py")), "config.py"], dict(batch_size=12))
     dies = text | dict(batch_size=4, out_dir=str(tmp_path / "dies"))
     dies = dict(stop=0, dies=6, port=free_ports(1)[0], settings=dies)
     (tmp_path / "dies.json").write_text(json.dumps([dies]))

@@ -15,6 +15,7 @@ import sampler
 import tiny
 import validate
 import video
+from read_hdf5 import RobotDemos
 
 VIEWS = ("robot0_agentview_left", "robot0_agentview_right")
 CONFIG = dict(
@@ -172,6 +173,41 @@ def test_psnr_and_ssim_of_a_constant_error():
     assert validate.scores(small, small, {}, None).keys() == {"psnr"}  # smaller than SSIM's window
 
 
+def test_what_moved_is_scored_by_itself():
+    """Pixels that the recording has changed by more than ten levels in a channel; errors elsewhere don't count."""
+    recorded = np.full((3, 16, 16, 3), 100)
+    recorded[1, 2, 3, 2] += 11  # three pixels of two frames: one, and two others
+    recorded[2, 4:6, 5, 0] -= 40
+    recorded[1:, 9, 9] += 10  # not enough
+    recorded[0, 0, 0] = 100
+    made = recorded + 60  # wherever nothing moves
+    made[1, 2, 3], made[2, 4, 5], made[2, 5, 5] = recorded[1, 2, 3] + 10, recorded[2, 4, 5] + 20, recorded[2, 5, 5]
+    still = {("rgb", "b"): pixels(np.full((3, 16, 16, 3), 100))}  # a view in which nothing moves has no say
+    cells, truth = {("rgb", "a"): pixels(made)} | still, {("rgb", "a"): pixels(recorded)} | still
+    result = validate.scores(cells, truth, {}, None)
+    assert result["moved_psnr"] == pytest.approx(10 * math.log10(255**2 / ((10**2 + 20**2) / 3)), abs=1e-6)
+    assert validate.scores(truth, truth, {}, None)["moved_psnr"] == 100
+    assert "moved_psnr" not in validate.scores(still, still, {}, None)
+
+
+def test_means_are_over_the_clips_that_have_a_score(monkeypatch):
+    clips = [{"psnr": 20.0, "moved_psnr": 10.0, "success": 1.0}, {"psnr": 30.0, "success": 0.0}]
+    assert validate.mean_scores(clips) == {"psnr": 25.0, "moved_psnr": 10.0, "success": 0.5}
+    assert validate.mean_scores([]) == {}
+    other = [{"psnr": 40.0, "moved_psnr": 20.0}]  # of another rank
+    totals = []
+    monkeypatch.setattr(fsdp, "reduce_sum", lambda values: totals.append(values) or values)
+    validate.mean_scores(other)
+    monkeypatch.setattr(fsdp, "reduce_sum", lambda values: [a + b for a, b in zip(values, totals[0], strict=True)])
+    assert validate.mean_scores(clips) == {"psnr": 30.0, "moved_psnr": 15.0, "success": 0.5}
+
+
+def test_an_evaluation_in_a_line():
+    row = {"val_loss/sigma 0.5": 1.0, "val_loss/high": 0.04954, "psnr": 25.909, "ssim": 0.5, "floor/psnr": 20.29,
+           "ceiling/psnr": 27.8, "floor/ssim": 0.0, "ceiling/ssim": 1.0}
+    assert validate.in_a_line(row) == "val_loss/high 0.04954 | psnr 25.91 (20.29..27.80) | ssim 0.5000 (0.000..1.000)"
+
+
 def test_point_error_in_millimetres():
     """A known shift in metres: mean and median apart, the given frame and unknown pixels left out."""
     box = (-1.0, 0.0, 0.5, 1.0, 4.0, 1.0)  # edges of 2, 4 and 0.5 m
@@ -200,7 +236,7 @@ def world(checkpoints, tmp_path_factory):
     """Real demonstrations, and a cache of their latents in memory, RGB and points."""
     path = tmp_path_factory.mktemp("validate") / "robot.hdf5"
     tiny.make_robot_hdf5(path, 40)
-    demos = robot_data.RobotDemos(path, ",".join(VIEWS), pointmaps=True)
+    demos = RobotDemos(path, ",".join(VIEWS), pointmaps=True)
     box = [-0.6, -0.6, -0.01, 0.6, 0.6, 0.3]
     windows = [window for window in demos.windows(5, 4) if window.split == "val"]
     vae = encoders.load_vae(checkpoints["i2v"])
@@ -212,7 +248,7 @@ def world(checkpoints, tmp_path_factory):
 
     cache = SimpleNamespace(
         val=windows, sample=sample, text=torch.zeros(2, 3, 8), negative_index=1,
-        box=box, views=VIEWS, modalities=["rgb", "pointmap"], floor_mm={"mean": 1.5, "median": 1.0},
+        box=box, views=VIEWS, modalities=["rgb", "pointmap"],
     )
     return demos, cache, vae
 
@@ -235,7 +271,7 @@ def test_ground_truth_is_the_recording(world):
     assert list(rgb_only) == [("rgb", view) for view in VIEWS] and nothing == {}
 
 
-def test_videos_of_a_perfect_model_score_the_vaes_round_trip(world, checkpoints, tmp_path):
+def test_videos_of_a_perfect_model_reach_the_ceiling(world, checkpoints, tmp_path, monkeypatch):
     """The model knows the answer: what is left is the VAE's error, and files show generated beside recorded."""
     demos, cache, vae = world
 
@@ -244,7 +280,10 @@ def test_videos_of_a_perfect_model_score_the_vaes_round_trip(world, checkpoints,
 
     wan = with_experts("i2v", perfect, perfect)
     config = CONFIG | dict(model=checkpoints["i2v"], out_dir=str(tmp_path))
+    titles, draw = [], video.contact_sheet
+    monkeypatch.setattr(video, "contact_sheet", lambda *args, title: titles.append(title) or draw(*args, title=title))
     result = validate.held_out_videos(wan, cache, demos, config, 120, 0, 1, "cpu")
+    assert titles == [demos.prompts[window.demo] for window in cache.val[:3]] and len(set(titles)) == 3
 
     expected = []
     for window in cache.val[:3]:
@@ -257,17 +296,40 @@ def test_videos_of_a_perfect_model_score_the_vaes_round_trip(world, checkpoints,
         psnr = np.mean([10 * math.log10(4 / error["rgb", view].square().mean()) for view in VIEWS])
         expected.append([psnr, distance.mean().item(), distance.median().item()])
     psnr, point_mm, point_median_mm = np.mean(expected, axis=0)
-    assert list(result) == ["psnr", "ssim", "point_mm", "point_median_mm", "point_floor_mm", "point_floor_median_mm"]
+    assert list(result) == ["psnr", "moved_psnr", "ssim", "point_mm", "point_median_mm"]
     assert result["psnr"] == pytest.approx(psnr, abs=0.02) and result["psnr"] > 20
     assert result["point_mm"] == pytest.approx(point_mm, rel=1e-3)
     assert result["point_median_mm"] == pytest.approx(point_median_mm, rel=1e-3)
-    assert result["point_floor_mm"] == 1.5 and result["point_floor_median_mm"] == 1.0 and 0.5 < result["ssim"] < 1
+    assert 0.5 < result["ssim"] < 1
 
     names = {path.name for path in (tmp_path / "samples").iterdir()}
     assert names == {f"step_000120{suffix}.{kind}" for suffix in ("", "_1", "_2") for kind in ("mp4", "png")}
     assert Image.open(tmp_path / "samples" / "step_000120.png").size[1] > 3 * 128  # three rows
+
+    bounds = validate.floor_and_ceiling(cache, demos, config, 0, 1, "cpu")
+    assert list(bounds) == [f"{bound}/{name}" for bound in ("floor", "ceiling") for name in result]
+    for name, value in result.items():
+        assert bounds[f"ceiling/{name}"] == pytest.approx(value, rel=1e-3)
+    monkeypatch.setattr(validate, "mean_scores", lambda clips: dict(enumerate(clips)))
     halves = [validate.held_out_videos(wan, cache, demos, config, 120, rank, 2, "cpu") for rank in range(2)]
-    assert sum(half["psnr"] for half in halves) == pytest.approx(result["psnr"])  # ranks share the clips
+    assert np.mean([clip["psnr"] for half in halves for clip in half.values()]) == pytest.approx(result["psnr"])
+    parts = [validate.floor_and_ceiling(cache, demos, config, rank, 2, "cpu") for rank in range(2)]
+    floors = [clip["moved_psnr"] for part in parts for name, clip in part.items() if name.startswith("floor")]
+    assert len(floors) == 3 and np.mean(floors) == pytest.approx(bounds["floor/moved_psnr"])  # ranks share the clips
+
+
+def test_the_floor_is_the_given_frame_repeated(world, checkpoints):
+    """Through the VAE, cell by cell, against the recording; points too."""
+    demos, cache, vae = world
+    config = CONFIG | dict(model=checkpoints["i2v"], num_val_videos=1)
+    bounds = validate.floor_and_ceiling(cache, demos, config, 0, 1, "cpu")
+    truth, valid = validate.ground_truth(demos, cache.val[0], CONFIG, cache.box, "cpu")
+    still = {name: cell[None, :, [0] * 5] for name, cell in truth.items()}
+    cells = {name: encoders.decode(vae, encoders.encode(vae, cell))[0] for name, cell in still.items()}
+    assert validate.scores(cells, truth, valid, cache.box) == pytest.approx(
+        {name: bounds[f"floor/{name}"] for name in ("psnr", "moved_psnr", "ssim", "point_mm", "point_median_mm")})
+    assert bounds["floor/moved_psnr"] < bounds["ceiling/moved_psnr"] - 3
+    assert bounds["floor/point_mm"] > bounds["ceiling/point_mm"] > 0
 
 
 def test_cells_are_decoded_alone(world):
