@@ -19,6 +19,10 @@ A14B = dict(num_attention_heads=40, attention_head_dim=128, num_layers=40, ffn_d
 # GPU -> compiled or not -> (checkpointing, seconds a step at 27,216 and at 54,432 tokens), by bench.py: A14B, LoRA rank
 # 16, one GPU; what isn't compiled is its baseline. Another card is one more line here, and then a value of `gpu`.
 MEASURED = {"h200": {True: ("selective", 7.13, 22.41), False: ("full", 10.23, 30.48)}}
+WITHOUT = dict(  # what it means that a copy of a script has no such setting
+    shift=5.0, max_text_tokens=512, lora_rank=0, lora_targets="", guidance_scale=1.0, guidance_scale_2=0.0,
+    ema_decay=0.0, dtype="float32", checkpointing="none", compile_blocks=False, dp_replicate=1, dry_run=False, gpu="",
+    gpu_gib=0.0)
 
 
 def num_tokens(latent_shape):
@@ -127,56 +131,52 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
                  forwards=0):
     """-> lines on model, experts, cost and memory, with a warning where it won't fit. UserError for wrong settings.
 
-    config: the settings; ranks: GPUs of the run; device: this one's. micro_batch: samples whose activations live at
-    once (a guided one is two); samples: a rank's that are trained in a step; steps: of the run; num_experts,
-    reference: as in estimate_memory; forwards: a rank's without a backward in a step, those of rollouts.
+    config: the settings, those that a fork has deleted as in WITHOUT; ranks: GPUs of the run; device: this one's.
+    micro_batch: samples whose activations live at once (a guided one is two); samples: a rank's that are trained in a
+    step; steps: of the run; num_experts, reference: as in estimate_memory; forwards: a rank's without a backward.
     """
-    tokens, text_tokens, per_token = num_tokens(latent_shape), config["max_text_tokens"], wan.kind == "ti2v"
-    own, compiled, lora_rank = config["checkpointing"], config["compile_blocks"], config["lora_rank"]
-    gpu, gib = config.get("gpu", ""), config.get("gpu_gib", 0.0)  # a fork may do without them
-    if ranks % config["dp_replicate"]:
-        raise UserError(f"dp_replicate={config['dp_replicate']}: want a divisor of the {ranks} ranks, e.g. one a node")
+    c, tokens, per_token = WITHOUT | config, num_tokens(latent_shape), wan.kind == "ti2v"
+    gpu, gib, own, compiled = c["gpu"], c["gpu_gib"], c["checkpointing"], c["compile_blocks"]
+    if ranks % c["dp_replicate"]:
+        raise UserError(f"dp_replicate={c['dp_replicate']}: want a divisor of the {ranks} ranks, e.g. one a node")
     if gpu and (gpu not in MEASURED or wan.dtype != torch.bfloat16):
-        raise UserError(f"gpu={gpu}, dtype={config['dtype']}: want {' or '.join(MEASURED)}, measured in bfloat16")
+        raise UserError(f"gpu={gpu}, dtype={c['dtype']}: want {' or '.join(MEASURED)}, measured in bfloat16")
     if not gib and device.type == "cuda":
         gib = torch.cuda.get_device_properties(device).total_memory / 2**30
 
-    def memory(checkpointing):
-        return estimate_memory(wan.config, tokens * micro_batch, num_experts, ranks // config["dp_replicate"],
-                               wan.dtype, lora_rank, config["lora_targets"], checkpointing, config["ema_decay"] > 0,
-                               reference, compiled, per_token)
-
-    def flops(checkpointing):
-        trained = training_flops(wan.config, tokens, lora_rank > 0, text_tokens, checkpointing)
-        rolled = forward_flops(wan.config, tokens, text_tokens)
-        return [samples * one + forwards * other for one, other in zip(trained, rolled, strict=True)]
+    rolled = forward_flops(wan.config, tokens, c["max_text_tokens"])
+    estimates, flops = {}, {}  # by checkpointing; FLOPs of linears, of attention
+    for name in KEPT:
+        trained = training_flops(wan.config, tokens, c["lora_rank"] > 0, c["max_text_tokens"], name)
+        flops[name] = [samples * one + forwards * other for one, other in zip(trained, rolled, strict=True)]
+        estimates[name] = estimate_memory(
+            wan.config, tokens * micro_batch, num_experts, ranks // c["dp_replicate"], wan.dtype, c["lora_rank"],
+            c["lora_targets"], name, c["ema_decay"] > 0, reference, compiled, per_token)
+    fitting = [name for name, estimate in estimates.items() if not gib or fits(estimate, gib)]
+    seconds = {name: estimate_seconds(gpu, compiled, *each, per_token) for name, each in flops.items() if gpu}
 
     boundary = f", boundary {wan.boundary_ratio} (timestep {1000 * wan.boundary_ratio:g})" if wan.boundary_ratio else ""
     lines = [f"model      {wan.model}: {wan.kind}, {len(wan.expert_names)} x {count_parameters(wan.config):,} "
-             f"parameters{boundary}, shift {config['shift']:g}"]
-    if "experts" in config:
-        shares = [f"{name} {expert_share(name, wan.boundary_ratio, config['shift']):.1%} of the steps"
+             f"parameters{boundary}, shift {c['shift']:g}"]
+    if "experts" in c:
+        shares = [f"{name} {expert_share(name, wan.boundary_ratio, c['shift']):.1%} of the steps"
                   for name in wan.expert_names]
-        lines.append(f"experts    {', '.join(shares)}; trained: {config['experts']}")
-    lines.append(f"guidance   {config['guidance_scale']:g} (high), "
-                 f"{config['guidance_scale_2'] or config['guidance_scale']:g} (low) in sampling")
-    lines.append(f"cost       {sum(flops('none')) / 1e12:,.2f} TFLOP a step and rank without recomputation")
-    estimates = {name: memory(name) for name in KEPT}
-    fitting = [name for name, estimate in estimates.items() if not gib or fits(estimate, gib)]
-    lines.append(f"memory     about {sum(estimates[own].values()):.1f} GiB a GPU: {parts(estimates[own])}"
-                 + (", without VAE and rewards" if forwards else ""))
-    seconds = {name: estimate_seconds(gpu, compiled, *flops(name), per_token) for name in KEPT if gpu}
+        lines.append(f"experts    {', '.join(shares)}; trained: {c['experts']}")
+    lines += [f"guidance   {c['guidance_scale']:g} (high), {c['guidance_scale_2'] or c['guidance_scale']:g} (low) in "
+              "sampling",
+              f"cost       {sum(flops['none']) / 1e12:,.2f} TFLOP a step and rank without recomputation",
+              f"memory     about {sum(estimates[own].values()):.1f} GiB a GPU: {parts(estimates[own])}"
+              + (", without VAE and rewards" if forwards else "")]
     if gpu:
-        how = "measured, on one at LoRA rank 16" if seconds[own][1] else "estimated"
-        lines.append(f"speed      {gpu}: {seconds[own][0]:.2f} s a step ({how}); {steps:,} steps: "
-                     f"{steps * seconds[own][0] / 3600:.1f} hours")
-    if config.get("dry_run"):
-        width = max(len(parts(estimate)) for estimate in estimates.values())
-        for name, estimate in estimates.items():
-            verdict = "fits" if name in fitting else "doesn't fit"
-            lines.append(f"  {name:9s}{sum(estimate.values()):7.1f} GiB: {parts(estimate):{width}}"
-                         + (f"   {seconds[name][0]:6.2f} s a step" if gpu else "")
-                         + (f"   {verdict} {gib:.0f} GiB" if gib else ""))
+        each, is_measured = seconds[own]
+        how = "measured, on one at LoRA rank 16" if is_measured else "estimated"
+        lines.append(f"speed      {gpu}: {each:.2f} s a step ({how}); {steps:,} steps: {steps * each / 3600:.1f} hours")
+    width = max(len(parts(estimate)) for estimate in estimates.values())
+    for name, estimate in estimates.items() if c["dry_run"] else ():
+        verdict = "fits" if name in fitting else "doesn't fit"
+        lines.append(f"  {name:9s}{sum(estimate.values()):7.1f} GiB: {parts(estimate):{width}}"
+                     + (f"   {seconds[name][0]:6.2f} s a step" if gpu else "")
+                     + (f"   {verdict} {gib:.0f} GiB" if gib else ""))
     if own not in fitting:
         lines.append(f"warning    checkpointing={own} doesn't fit {gib:.0f} GiB: "
                      + (f"checkpointing={fitting[0]} does" if fitting else "none does")

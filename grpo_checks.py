@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import torch
 
-import cost
 import fsdp
 import model
 import rollout
@@ -62,7 +61,7 @@ def check_settings(config, world_size):
         max_iterations=1, ema_interval=1, max_bad_steps=1, dp_replicate=1, eval_interval=0, save_interval=0,
         keep_last=0, warmup_iterations=0, guidance_scale=0, guidance_scale_2=0,
         lora_rank=0, lora_alpha=0, lr=0, weight_decay=0, shift=0.01, kl_beta=0, ema_decay=0, fps=1, seed=0,
-        sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1,
+        sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1, gpus=0, gpu_gib=0,
     ), more_than=dict(clip_range=0, grad_clip=0, advantage_clip=0, reward_timeout=0), below=dict(ema_decay=1),
         at_most=dict(reward_timeout=375),  # seconds: a request is tried four times while the other ranks wait
         one_of=dict(
@@ -71,27 +70,14 @@ def check_settings(config, world_size):
     ), mistakes=mistakes)
 
 
-def describe_run(config, policy, latent_shape, guidance, sigmas, device, world_size):
-    """Lines that tell what will run, before any weight is loaded."""
-    c, tokens = config, cost.num_tokens(latent_shape)
-    yield (f"model      {c['model']}: {policy.kind}, {len(policy.expert_names)} x "
-           f"{cost.count_parameters(policy.config):,} parameters, boundary {policy.boundary_ratio}, guidance "
-           f"{guidance['guidance_scale']:g} (high) {guidance['guidance_scale_2']:g} (low)")
-    num_passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
-    estimate = cost.estimate_memory(
-        policy.config, tokens * c["rollout_batch"] * num_passes, len(policy.expert_names),
-        world_size // c["dp_replicate"], policy.dtype, c["lora_rank"], c["lora_targets"], c["checkpointing"],
-        c["ema_decay"] > 0, reference=c["kl_beta"] > 0 and not c["lora_rank"])
-    yield (f"memory     about {sum(estimate.values()):.1f} GiB a GPU in training, without VAE and rewards: weights "
-           f"{estimate['weights']:.1f}, trained state {estimate['state']:.1f}, activations "
-           f"{estimate['activations']:.1f}")
-    if device.type == "cuda" and sum(estimate.values()) > torch.cuda.get_device_properties(device).total_memory / 2**30:
-        yield "warning    that is more than the GPU has: lower rollout_batch, set checkpointing=full, or use more GPUs"
-    yield (f"grid       {c['num_steps']} steps, shift {c['shift']:g}: "
-           + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
-    yield (f"rollout    {c['prompts_per_iteration']} prompts x {c['group_size']}, {c['law']} at noise level "
-           f"{c['noise_level']:g} in {c['num_sde_steps']} steps of {c['sde_window']}, {tokens:,} tokens a video, "
-           f"{c['prompts_per_iteration'] * c['group_size'] // world_size} videos a rank")
+def describe_run(config, sigmas, tokens, num_ranks):
+    """Lines on the noise levels, sigmas, and on an iteration's rollout; tokens: of a video."""
+    c, videos = {"law": "flow"} | config, config["prompts_per_iteration"] * config["group_size"]
+    return [f"grid       {c['num_steps']} steps, shift {c['shift']:g}: "
+            + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()),
+            f"rollout    {c['prompts_per_iteration']} prompts x {c['group_size']}, {c['law']} at noise level "
+            f"{c['noise_level']:g} in {c['num_sde_steps']} steps of {c['sde_window']}, {tokens:,} tokens a video, "
+            f"{videos // num_ranks} videos a rank"]
 
 
 def self_check(policy, parameters, before_training, record, sigmas, distribution, config, drift):

@@ -32,6 +32,7 @@ from tqdm import tqdm
 import adapters
 import artifacts
 import checkpoints
+import cost
 import encoders
 import flow
 import fsdp
@@ -57,6 +58,10 @@ model = "out/tiny_ti2v/model"  # diffusers folder (e.g. a fine-tuned one), hub i
 out_dir = "out/tiny_grpo"  # everything the run leaves behind
 resume = True  # go on from out_dir's last checkpoint; False: out_dir must hold none
 init_lora = ""  # an exported lora/ folder to start from, e.g. of fine-tuning
+dry_run = False  # print sizes and costs, and stop
+gpus = 0  # GPUs that a dry run is for; 0: as many as it runs on
+gpu_gib = 0.0  # memory of each of them, GiB; 0: this GPU's
+gpu = ""  # "h200": seconds an iteration there, and hours of the run
 # prompts: lines {"input": prompt, "metadata": {"image_path": ...}}
 data_jsonl = "out/tiny/train.jsonl"  # to train on
 eval_data_jsonl = "out/tiny/eval.jsonl"  # held out
@@ -140,9 +145,9 @@ save_interval = 25  # iterations between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 config = configure(globals())
 MAY_CHANGE = {  # settings that a resumed run may change
-    "out_dir", "resume", "rollout", "max_iterations", "eval_interval", "eval_rewards",
-    "num_eval_samples", "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing", "compile_blocks",
-    "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
+    "out_dir", "resume", "dry_run", "gpus", "gpu_gib", "gpu", "rollout", "max_iterations", "eval_interval",
+    "eval_rewards", "num_eval_samples", "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing",
+    "compile_blocks", "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
     *(name for name in config if name.startswith(("sglang_", "lora_sync"))), "trainer_devices", "drift_interval",
     *(["rollout_batch"] if num_minibatches == 1 else []),  # of which minibatches are made
 }
@@ -153,13 +158,14 @@ if trainer_devices:
 rank, world_size, device = fsdp.init(device)
 is_main = rank == 0
 stop = fsdp.Stop()
+num_ranks = gpus if dry_run and gpus else world_size
 lora_alpha = lora_alpha or float(lora_rank)
 num_videos = prompts_per_iteration * group_size  # of an iteration
-videos_each = num_videos // world_size  # a rank's share
+videos_each = num_videos // num_ranks  # a rank's share
 first_video = rank * videos_each
 
 with fsdp.all_ranks_agree():
-    grpo_checks.check_settings(config, world_size)
+    grpo_checks.check_settings(config, num_ranks)
     policy = wan_model.describe(model, boundary_ratio)
     policy.dtype = getattr(torch, dtype)
     SamplerClass = Sampler
@@ -179,16 +185,25 @@ with fsdp.all_ranks_agree():
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=policy.kind != "t2v")
     group_indices(len(train_prompts), prompts_per_iteration, 0, seed)  # are there enough?
     weights = reward.parse_rewards(rewards)
-    checkpoint = checkpoints.to_resume(out_dir, resume)
+    checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
     if meta:
         changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
+    passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
+    drawn = num_steps * (rollout == "local") + num_sde_steps * recompute_log_prob  # forwards of a video, a pass each
+    described = cost.describe_run(
+        policy, config, latent_shape, num_ranks, device, rollout_batch * passes,
+        videos_each * passes * num_sde_steps * num_inner_epochs, max_iterations, len(policy.expert_names),
+        reference=kl_beta > 0 and not lora_rank, forwards=videos_each * passes * drawn)
+sigmas = flow.sigma_grid(num_steps, shift)
+for line in described + grpo_checks.describe_run(config, sigmas, cost.num_tokens(latent_shape), num_ranks):
+    say(line)
+if dry_run:
+    fsdp.cleanup()
+    raise SystemExit(0)
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
-sigmas = flow.sigma_grid(num_steps, shift)
-for line in grpo_checks.describe_run(config, policy, latent_shape, guidance, sigmas, device, world_size):
-    say(line)
 
 # ----------------------------------------------------------------------------- rewards, and what makes the videos
 with fsdp.all_ranks_agree():

@@ -7,6 +7,7 @@ import torch
 
 import cost
 import model as wan_model
+import tiny
 from guard import UserError
 from helpers import REPOSITORY
 from test_train import dry_run
@@ -134,6 +135,32 @@ def test_a_dry_run_needs_no_data_and_says_what_fits(tmp_path, monkeypatch):
     low = dry_run(**settings, experts="low", gpus=3, num_val_videos=0)  # one expert, nothing to compare with
     assert "fit" not in low and "weights 8.9, " in low and "s a step" not in low
     assert "memory     about 82.5 GiB" in low and "warning" not in low
+
+
+def test_a_dry_run_of_reinforcement_learning(tmp_path, monkeypatch):
+    """Before anything is loaded: 16 guided videos on 2 GPUs, two at a time, 20 steps drawn and 2 of them trained."""
+    tiny.make_prompts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    settings = dict(model="random:ti2v-5b", data_jsonl="train.jsonl", eval_data_jsonl="eval.jsonl", max_iterations=300,
+                    gpus=2, gpu_gib=80.0, gpu="h200", out_dir="out")
+    printed = dry_run("train_grpo.py", REPOSITORY / "config/wan22_ti2v_grpo.py", **settings, recompute_log_prob=False)
+    assert "grid       20 steps, shift 5: 1.000 " in printed and printed.endswith("8 videos a rank\n")
+    config = wan_model.describe("random:ti2v-5b").config
+    flops = 8 * 2 * (2 * cost.step_flops(config, 5_070, True) + 20 * sum(cost.forward_flops(config, 5_070)))
+    assert f"cost       {flops / 1e12:,.2f} TFLOP a step" in printed and "300 steps: " in printed
+    assert re.search(r"  selective +[\d.]+ GiB: .* s a step   fits 80 GiB\n", printed)
+    assert "without VAE and rewards\n" in printed and sorted(tmp_path.rglob("*")) == before
+    again = dry_run("train_grpo.py", REPOSITORY / "config/wan22_ti2v_grpo.py", **settings, recompute_log_prob=True)
+    flops += 8 * 2 * 2 * sum(cost.forward_flops(config, 5_070))
+    assert f"cost       {flops / 1e12:,.2f} TFLOP a step" in again
+
+
+def test_what_a_fork_has_deleted_is_not_asked_for():
+    wan = wan_model.describe("random:ti2v-5b:2")
+    off = dict(lora_rank=0, checkpointing="none", compile_blocks=False, ema_decay=0.0, guidance_scale=1.0)
+    lines = cost.describe_run(wan, {}, (48, 13, 30, 52), 2, CPU, 4, 8, 100, 1)
+    assert lines == cost.describe_run(wan, GRPO | off, (48, 13, 30, 52), 2, CPU, 4, 8, 100, 1)
 
 
 def test_the_lines_of_a_reinforcement_learning_script():

@@ -529,13 +529,13 @@ def test_bench_prints_the_table_and_computes_what_the_baseline_computes():
         assert words in refusal("bench.py", **size | change)
 
 
-def dry_run(**settings):
+def dry_run(name="train_i2v_sft.py", *files, **settings):
     """What a dry run prints: it ends with exit code 0 before anything is written."""
     with redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
         argv = sys.argv
-        sys.argv = ["train_i2v_sft.py", *flags(settings | dict(dry_run=True))]
+        sys.argv = [name, *map(str, files), *flags(settings | dict(dry_run=True))]
         try:
-            runpy.run_path(str(path_of("train_i2v_sft.py")), run_name="__main__")
+            runpy.run_path(str(path_of(name)), run_name="__main__")
         finally:
             sys.argv = argv
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
