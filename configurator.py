@@ -24,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-from guard import UserError, hold_folder, show_error, writing
+from guard import UserError, hold_folder, show_error, write_atomic
 
 TYPES = (bool, int, float, str, tuple)
 OPERATORS = {
@@ -63,13 +63,12 @@ def configure(namespace, also="", run="", recorded=None):
         sys.exit(0)
     try:
         files, flags = _split(sys.argv[1:], run)
-        for file in files:
-            found = _read_file(file, config, script, siblings)
-            config.update(found)
-            given.update(found)
-        for key, text in flags:
-            config[key] = _read_flag(key, text, config, script, siblings)
-            given.add(key)
+        for where, key, value in [*(line for file in files for line in _assignments(file)), *flags]:
+            if key in config:
+                config[key] = _check(key, _value(where, key, value, config[key]), config[key], where)
+                given.add(key)
+            else:
+                _refuse_unless_shared(where, key, config, script, siblings())
         for key, value in recorded(config).items() if recorded else ():
             if key in config and key not in given:
                 config[key] = _check(key, value, config[key], "")
@@ -106,11 +105,7 @@ def save_config(out_dir, config):
         "commit": git_commit(),
     }
     hold_folder(out_dir)
-    path = Path(out_dir, "config.json")
-    with writing(out_dir, "out_dir"):
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+    write_atomic(Path(out_dir, "config.json"), (json.dumps(record, indent=2) + "\n").encode())
 
 
 def _settings(script):
@@ -142,25 +137,24 @@ def _siblings(script, also):
 
 
 def _split(args, run):
-    """Command line -> config files, [(key, text)]; a .json file is the value of the setting `run`."""
-    files, flags = [], []
-    args = list(args)
+    """Command line -> config files, [("--", key, text)]; a .json file is the value of the setting `run`."""
+    files, flags, args = [], [], list(args)
     while args:
         arg = args.pop(0)
+        key, has_value, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("--"):
             if run and arg.endswith(".json"):
-                flags.append((run, arg))
+                flags.append(("--", run, arg))
             elif arg.endswith(".py"):
                 files.append(arg)
             else:
                 raise UserError(f"{arg}: want a config file (config/NAME.py) or --key=value")
             continue
-        key, has_value, text = arg[2:].partition("=")
         if not has_value:
             if not args or args[0].startswith("--"):
                 raise UserError(f"{arg}: got no value, want {arg}=VALUE (True or False for a switch)")
             text = args.pop(0)
-        flags.append((key.replace("-", "_"), text))
+        flags.append(("--", key.replace("-", "_"), text))
     return files, flags
 
 
@@ -200,37 +194,30 @@ def _assignments(file, above=()):
     return found
 
 
-def _read_file(file, config, script, siblings):
-    """The settings in a config file, checked against `config`; those of sibling scripts only are left out."""
-    found = {}
-    for where, key, node in _assignments(file):
-        if key not in config:
-            theirs = [name for settings in siblings().values() for name in settings]
-            if key in theirs:
-                continue
-            raise UserError(f"{where}{key} is not a setting of {script.name}{_nearest(key, [*config, *theirs])}")
+def _refuse_unless_shared(where, key, config, script, siblings):
+    """UserError for a key that is no setting of this script, unless a file sets a sibling's."""
+    owners = [name for name, settings in siblings.items() if key in settings]
+    if where != "--" and owners:
+        return
+    theirs = [] if where == "--" else [name for settings in siblings.values() for name in settings]
+    hint = f" but of {owners[0]}: put it in a config file" if owners else _nearest(key, [*config, *theirs])
+    raise UserError(f"{where}{key} is not a setting of {script.name}{hint}")
+
+
+def _value(where, key, value, default):
+    """Of a syntax tree in a file, a literal; of a flag's text, a literal or that text."""
+    if isinstance(value, ast.AST):
         try:
-            value = _literal(node)
+            return _literal(value)
         except (ValueError, TypeError, ArithmeticError) as error:
-            raise UserError(f"{where}{key}={ast.unparse(node)}: want a plain literal value") from error
-        found[key] = _check(key, value, config[key], where)
-    return found
-
-
-def _read_flag(key, text, config, script, siblings):
-    """The value of --key=text, in the type of the setting's default."""
-    if key not in config:
-        owners = [name for name, settings in siblings().items() if key in settings]
-        hint = f" but of {owners[0]}: put it in a config file" if owners else _nearest(key, config)
-        raise UserError(f"--{key} is not a setting of {script.name}{hint}")
-    if isinstance(config[key], str):
-        return text
+            raise UserError(f"{where}{key}={ast.unparse(value)}: want a plain literal value") from error
+    if isinstance(default, str):
+        return value
     try:
-        is_bool = isinstance(config[key], bool)
-        value = _literal(ast.parse(text.strip().capitalize() if is_bool else text.strip(), mode="eval").body)
+        text = value.strip().capitalize() if isinstance(default, bool) else value.strip()
+        return _literal(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, ArithmeticError):
-        value = text
-    return _check(key, value, config[key], "--")
+        return value
 
 
 def _literal(node):
