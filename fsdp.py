@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from guard import Diverged, UserError, release_folders
+from guard import UserError, release_folders
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
@@ -30,9 +30,10 @@ _attention = []  # the context that orders attention kernels; dropped, it would 
 
 
 def order_attention_kernels():
-    """cuDNN's attention before PyTorch's own flash kernel, for the whole process.
+    """cuDNN's attention before PyTorch's own flash kernel, for the whole process: 1.6 times as fast on an H200.
 
-    Not before cuDNN 9.15.1, where PyTorch leaves it off: it erred on lengths that aren't multiples of 128.
+    Which of them PyTorch takes by itself differs by version. Not before cuDNN 9.15.1, where PyTorch leaves it off: it
+    erred on lengths that aren't multiples of 128.
     """
     version = torch.backends.cudnn.version()
     if version and version <= 91500:
@@ -43,11 +44,7 @@ def order_attention_kernels():
 
 
 def init(device="auto"):
-    """Join the process group that torchrun describes, if any -> (rank, world_size, torch.device).
-
-    device: "auto" | "cpu" | "cuda". On CUDA attention is set to cuDNN's kernel before PyTorch's own flash kernel for
-    the whole process: 1.6 times as fast on an H200, and which of them PyTorch takes by itself differs by version.
-    """
+    """Join the process group that torchrun describes, if any: "auto" | "cpu" | "cuda" -> (rank, world_size, device)."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
@@ -55,18 +52,16 @@ def init(device="auto"):
     if device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("device=cuda: this torch sees no GPU; want device=cpu, or a CUDA build of torch")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
         order_attention_kernels()
-    device = torch.device(device)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on tiny models OpenMP's threads spin longer than they work: 3 to 20 times slower
-    if "RANK" not in os.environ:
-        return 0, 1, device
-    if not dist.is_initialized():
+    device = torch.device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    return dist.get_rank(), dist.get_world_size(), device
+    return *place(), device
 
 
 def place():
@@ -99,8 +94,7 @@ def barrier():
 
 
 def cleanup():
-    """End a run: leave the process group, all ranks together, as one that ends early can take its peers' connections
-    with it, and let others write into out_dir."""
+    """End a run, all ranks together, as one that ends early can take its peers' connections with it."""
     release_folders()
     if dist.is_initialized():
         barrier()
@@ -126,21 +120,17 @@ def reduce_max(values):
 @contextmanager
 def all_ranks_agree():
     """A UserError in the body on any rank ends all of them, with the message of the first: nobody is left waiting."""
-    kind, message = UserError, ""
+    found = None
     try:
         yield
     except UserError as error:
-        kind, message = type(error), str(error)
+        found = type(error), str(error)
     if dist.is_initialized():
-        bytes_ = torch.zeros(dist.get_world_size(), 2000, dtype=torch.uint8)
-        text = f"{kind.__name__} {message}" if message else "\0"
-        encoded = torch.frombuffer(bytearray(text.encode()[:2000]), dtype=torch.uint8)
-        bytes_[dist.get_rank(), : len(encoded)] = encoded
-        dist.all_reduce(bytes_)
-        messages = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in bytes_.numpy()]
-        name, _, message = next((m for m in messages if m), "").partition(" ")
-        kind = Diverged if name == "Diverged" else UserError
-    if message:
+        of_all = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all, found)
+        found = next(filter(None, of_all), None)
+    if found:
+        kind, message = found
         error = kind(message)
         error.told = not is_first()  # rank 0 says it
         raise error
@@ -176,7 +166,7 @@ class Stop:
 
     @contextmanager
     def leaves_at_once(self):
-        """For an evaluation, on which nothing depends and which may take longer than a scheduler waits."""
+        """For an evaluation, which may take longer than a scheduler waits."""
         self.at_once = True
         if self.requested:
             self._leave()
@@ -202,7 +192,7 @@ def keep_the_dearest():
     output projection, the first linear after it. Cross-attention's result is as large; A14B redoes it with a fifth of
     that product's work.
     """
-    # what is still to come; eager checkpointing asks anew while it recomputes, in the same order
+    # to come; eager checkpointing asks anew while it recomputes, in the same order
     left = {is_recompute: [ATTENTION_OPS, LINEAR_OPS] for is_recompute in (False, True)}
 
     def policy(context, op, *args, **kwargs):
@@ -232,7 +222,7 @@ def wrap_blocks(transformer, checkpointing, compile_blocks):
 
 def make_mesh(device, dp_replicate):
     """-> a (dp_replicate, dp_shard) device mesh over all ranks, or None in one process. Replicas hold whole copies."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = place()[1]
     if world_size % dp_replicate:
         raise UserError(f"dp_replicate={dp_replicate}: want a divisor of the {world_size} ranks, e.g. one a node")
     if not dist.is_initialized():
@@ -257,7 +247,7 @@ def shard(transformer, mesh):
 
 
 def load_sharded(experts, load, mesh, checkpointing="none", compile_blocks=False):
-    """{expert: its transformer, wrapped and sharded}; load: expert -> transformer, UserError ends all ranks."""
+    """{expert: its transformer, wrapped and sharded}; load: expert -> transformer. Collective."""
     sharded = {}
     for expert in experts:
         with all_ranks_agree():
@@ -276,12 +266,10 @@ def gather(tensors, wanted=None):
 
     Collective: all ranks call it.
     """
-    if wanted is None:
-        wanted = is_first()
     whole = {}
     for name, tensor in tensors.items():
         tensor = full_tensor(tensor.detach())
-        if wanted:
+        if is_first() if wanted is None else wanted:
             whole[name] = tensor.to("cpu", copy=True)
     return whole
 
@@ -295,16 +283,14 @@ def swapped_in(parameters, values):
 
     Not between a forward and its backward, which would use what is no longer there.
     """
-    with torch.no_grad():
-        kept = {name: parameters[name].detach().clone() for name in values}
-        for name, value in values.items():
-            parameters[name].copy_(value) if torch.is_tensor(value) else parameters[name].fill_(value)
+    kept = {name: parameters[name].detach().clone() for name in values}
+    for name, value in values.items():
+        parameters[name].detach().copy_(value) if torch.is_tensor(value) else parameters[name].detach().fill_(value)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, value in kept.items():
-                parameters[name].copy_(value)
+        for name, value in kept.items():
+            parameters[name].detach().copy_(value)
 
 
 class EMA:
