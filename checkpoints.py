@@ -12,13 +12,12 @@ import shutil
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from fsdp import all_ranks_agree, say
+from fsdp import all_ranks_agree, is_first, say
 from guard import Diverged, UserError, remove_folder, replace_folder
 
 
@@ -100,20 +99,17 @@ def save(out_dir, step, tensors, meta, keep_last):
     A kill at any moment leaves the previous checkpoint or this one, never a part: the name appears only after every
     rank has written its last byte and all agree that none failed.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
     folder = os.path.join(out_dir, "ckpt")
-    final = os.path.join(folder, f"step_{step:06d}")
-    temporary = os.path.join(folder, f"tmp_{step:06d}")
+    final, temporary = (os.path.join(folder, f"{kind}_{step:06d}") for kind in ("step", "tmp"))
     with one_line_if_disk_fails(final, temporary):
-        if rank == 0:
+        if is_first():
             for left_by_a_kill in glob.glob(os.path.join(glob.escape(folder), "tmp_*")):
                 shutil.rmtree(left_by_a_kill)
             os.makedirs(temporary)
     with one_line_if_disk_fails(final, temporary):
-        writer = HuggingFaceStorageWriter(temporary, save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(temporary, save_distributed=True))
     with one_line_if_disk_fails(final, temporary):
-        if rank == 0:
+        if is_first():
             with open(os.path.join(temporary, "meta.json"), "w") as file:
                 sizes = {name: os.path.getsize(os.path.join(temporary, name)) for name in sorted(os.listdir(temporary))
                          if name.endswith(".safetensors")}
@@ -169,4 +165,4 @@ def saved_names(path):
 
 def load(path, tensors):
     """Fill tensors in place from a checkpoint written by any number of ranks. Collective."""
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path), no_dist=not dist.is_initialized())
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path))
