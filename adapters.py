@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import contextmanager
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -77,11 +78,7 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to=None):
 
 def read_record(folder, expert):
     """What an exported adapter says that it belongs to (artifacts.belongs_to); {} of an older or another tool's."""
-    path, metadata = read_metadata(folder, expert)
-    try:
-        return dict(json.loads(metadata.get("nanowan", "{}")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: can't read what it belongs to ({error}): want a file that a run exported") from None
+    return read_metadata(folder, expert)[1]
 
 
 def check_base(record, ours, source):
@@ -122,22 +119,19 @@ def comfyui_tensors(adapters, alpha):
     """{"blocks.0.attn1.to_q.lora_A.weight": tensor} -> ComfyUI's keys: lora_down, lora_up and an alpha a layer."""
     tensors = {}
     for name, tensor in adapters.items():
-        layer, _, side = name.removesuffix(".weight").rpartition(".")
+        layer, side = name.removesuffix(".weight").rsplit(".lora_")
         for ours, original in COMFYUI.items():
             layer = layer.replace(ours, original)
-        side = {"lora_A": "lora_down", "lora_B": "lora_up"}[side]
-        tensors[f"diffusion_model.{layer}.{side}.weight"] = tensor
+        tensors[f"diffusion_model.{layer}.lora_{'down' if side == 'A' else 'up'}.weight"] = tensor
         tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(float(alpha))
     return tensors
 
 
 def export_lora(folder, adapters, rank, alpha, targets, belongs_to):
-    """Write one file an expert for diffusers and one for ComfyUI; the folder appears whole or not at all.
+    """Write one file an expert for diffusers (pipe.load_lora_weights) and one for ComfyUI; whole or not at all.
 
-    adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": cpu tensor}, ...}. Load with
-    pipe.load_lora_weights(folder, weight_name="high_noise.safetensors") and, for the low-noise expert,
-    pipe.load_lora_weights(folder, weight_name="low_noise.safetensors", load_into_transformer_2=True). belongs_to (of
-    artifacts.py) is in the metadata of each, as JSON under "nanowan".
+    adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": cpu tensor}, ...}. belongs_to (of artifacts.py) is in the
+    metadata of each, as JSON under "nanowan".
     """
     temporary = f"{folder}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -158,30 +152,33 @@ def has_lora(folder, expert):
     return os.path.isfile(os.path.join(folder, f"{LORA_FILES[expert]}.safetensors"))
 
 
+@contextmanager
+def one_line_if_damaged(path):
+    try:
+        yield
+    except (OSError, ValueError, TypeError, SafetensorError, StopIteration) as error:
+        raise UserError(f"{path}: can't read its adapter ({error!r:.200}): want a file that a run exported") from None
+
+
 def read_metadata(folder, expert):
-    """-> path of an expert's file in an exported folder, its metadata {name: string}."""
+    """-> path of an expert's file in an exported folder, its record, what diffusers writes of the LoRA."""
     path = os.path.join(folder, f"{LORA_FILES[expert]}.safetensors")
     if not has_lora(folder, expert):
         raise UserError(f"{folder}: no {os.path.basename(path)} in it; want a lora/ folder that a run of this kind of "
                         "model exported")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return path, file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: can't read its adapter ({error!r:.200}): want a file that a run exported") from None
+    with one_line_if_damaged(path), safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        return path, *(dict(json.loads(metadata.get(name, "{}"))) for name in ("nanowan", "lora_adapter_metadata"))
 
 
 def read_lora(folder, expert):
     """-> ({"blocks.0.attn1.to_q.lora_A.weight": tensor}, rank, alpha, targets) from an exported folder."""
-    path, metadata = read_metadata(folder, expert)
-    try:
-        metadata = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    path, _, lora = read_metadata(folder, expert)
+    with one_line_if_damaged(path):
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
         rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
-    except (OSError, ValueError, SafetensorError, StopIteration) as error:
-        raise UserError(f"{path}: can't read its adapter ({error!r:.200}): want a file that a run exported") from None
-    targets = metadata.get("transformer.target_modules") or sorted({n.rsplit(".lora_", 1)[0] for n in tensors})
-    return tensors, rank, metadata.get("transformer.lora_alpha", rank), ",".join(targets)
+    targets = lora.get("transformer.target_modules") or sorted({name.rsplit(".lora_", 1)[0] for name in tensors})
+    return tensors, rank, lora.get("transformer.lora_alpha", rank), ",".join(targets)
 
 
 def load_lora(transformer, tensors, source):
@@ -210,19 +207,19 @@ def check_layers(tensors, shapes):
 
     The server would skip an unknown name, drop an A without its B, and break at a wrong shape.
     """
-    layers = {name.rsplit(".lora_", 1)[0] for name in tensors}
-    if unknown := sorted(layers - shapes.keys()):
-        raise UserError(f"LoRA for the server: no linear layer {unknown[0]} in the model")
-    if embedders := sorted(layer for layer in layers if "embedder" in layer):
-        raise UserError(f"LoRA for the server: SGLang adapts no embedder such as {embedders[0]}: leave it out of "
-                        "lora_targets")
-    for layer in sorted(layers):
+    for layer in sorted({name.rsplit(".lora_", 1)[0] for name in tensors}):
         a, b = (tensors.get(f"{layer}.lora_{side}.weight") for side in "AB")
-        if a is None or b is None:
-            raise UserError(f"LoRA for the server: {layer} has no lora_{'A' if a is None else 'B'}")
-        rows, columns = shapes[layer]
-        if a.ndim != 2 or a.shape[1] != columns or tuple(b.shape) != (rows, len(a)):
-            raise UserError(f"LoRA for the server: {layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, "
-                            f"want (r, {columns}) and ({rows}, r)")
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise UserError(f"LoRA for the server: {layer} has NaN or infinity")
+        rows, columns = shapes.get(layer, (0, 0))
+        if layer not in shapes:
+            wrong = f"no linear layer {layer} in the model"
+        elif "embedder" in layer:
+            wrong = f"SGLang adapts no embedder such as {layer}: leave it out of lora_targets"
+        elif a is None or b is None:
+            wrong = f"{layer} has no lora_{'A' if a is None else 'B'}"
+        elif a.ndim != 2 or a.shape[1] != columns or tuple(b.shape) != (rows, len(a)):
+            wrong = f"{layer} has A {tuple(a.shape)} and B {tuple(b.shape)}, want (r, {columns}) and ({rows}, r)"
+        elif not (a.isfinite().all() and b.isfinite().all()):
+            wrong = f"{layer} has NaN or infinity"
+        else:
+            continue
+        raise UserError(f"LoRA for the server: {wrong}")

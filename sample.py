@@ -10,6 +10,7 @@ box, fps. The config file of a run serves here too. Under torchrun the transform
 """
 
 import os
+import tempfile
 
 import numpy as np
 import torch
@@ -85,9 +86,8 @@ with fsdp.all_ranks_agree():
         adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
         adapted = {e: adapter for e in wan.expert_names if settings.get("experts", "both") in ("both", e)}
     if lora:
-        adapted = {e: adapters.read_lora(lora, e)[1:] for e in wan.expert_names if adapters.has_lora(lora, e)}
-        if not adapted:
-            raise UserError(f"lora={lora}: no exported adapter for {' or '.join(wan.expert_names)} in it")
+        exported = [e for e in wan.expert_names if adapters.has_lora(lora, e)]
+        adapted = {e: adapters.read_lora(lora, e)[1:] for e in exported or wan.expert_names}
         for expert, adapter in adapted.items():
             adapters.check_lora(wan, [expert], *adapter, lora)
         fsdp.say(f"{lora}: {adapters.compare(record, config)}")
@@ -126,13 +126,11 @@ with fsdp.all_ranks_agree():
             raise UserError("prompt is empty: want --prompt=...")
     if not os.path.basename(out):
         raise UserError(f"out={out}: want a name without suffix, as in out/sample")
-    folder = os.path.dirname(out) or "."
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+        tempfile.TemporaryFile(dir=os.path.dirname(out) or ".").close()
     except OSError as error:
         raise UserError(f"out={out}: {error}: want a folder that can be written") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"out={out}: {folder} can't be written, choose another folder")
 
 # ----------------------------------------------------------------------------- condition and text
 modalities, view_names = (list(dict.fromkeys(names)) for names in zip(*truth, strict=True))
@@ -146,12 +144,12 @@ text, negative = (F.pad(tokens[name], (0, 0, 0, max_text_tokens - len(tokens[nam
                   for name in (prompt, negative_prompt))  # 1 n d each
 
 # ----------------------------------------------------------------------------- model
-mesh = fsdp.make_mesh(device, 1)
-for expert in wan.expert_names:
+def load(expert):
     adapter = adapted.get(expert, (0, 0, ""))
-    transformer = wan_model.load_expert(wan, device, settings.get("seed", 0), *adapter, lora, expert, expert in adapted)
-    fsdp.wrap_blocks(transformer, "none", compile_blocks)
-    wan.experts[expert] = fsdp.shard(transformer, mesh)
+    return wan_model.load_expert(wan, device, settings.get("seed", 0), *adapter, lora, expert, expert in adapted)
+
+
+wan.experts = fsdp.load_sharded(wan.expert_names, load, fsdp.make_mesh(device, 1), compile_blocks=compile_blocks)
 if checkpoint:
     kind = "ema" if settings["ema_decay"] > 0 else "parameter"
     tensors = {f"{kind}.{name}": p.detach() for name, p in wan_model.trainable_parameters(wan).items()}
