@@ -56,9 +56,8 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to=None):
         raise UserError(f"init_lora={init_lora}: want the lora_rank it was trained with, got 0 (full fine-tuning)")
     if not rank:
         return len(experts) * count_parameters(wan.config)
-    records = [read_record(init_lora, expert) for expert in experts] if init_lora and belongs_to else []
-    for record in records:
-        check_base(record, belongs_to, init_lora)
+    for expert in experts if init_lora and belongs_to else ():
+        check_base(read_record(init_lora, expert), belongs_to, init_lora)
     for expert in experts:
         with torch.device("meta"):
             skeleton = WanTransformer3DModel.from_config(wan.config).requires_grad_(False)
@@ -68,8 +67,8 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to=None):
             load_lora(skeleton, tensors, init_lora)
             if trained_alpha != alpha:
                 raise UserError(f"lora_alpha={alpha:g}: {init_lora} was trained with {trained_alpha:g}, want the same")
-    if records:
-        say(f"init_lora  {init_lora}: {compare(records[0], belongs_to)}")
+    if init_lora and belongs_to:
+        say(f"init_lora  {init_lora}: {compare(read_record(init_lora, experts[0]), belongs_to)}")
     return len(experts) * sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
 
 

@@ -66,7 +66,7 @@ def synchronize():
 
 
 def measure(plain):
-    """-> (seconds of each timed step, peak GiB, seconds of the first step)."""
+    """-> (median seconds of the timed steps, peak GiB, seconds of the first step)."""
     for expert in wan.expert_names:
         transformer = wan_model.load_expert(wan, device, 0, lora_rank, lora_rank, lora_targets, "", expert)
         if plain:
@@ -102,14 +102,13 @@ def measure(plain):
             print(f"  {name} step {step} {expert}: loss {loss.item():.3f}, {seconds[-1]:.2f} s", flush=True)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
     wan.experts.clear()
-    return seconds[-steps:], peak, seconds[0]
+    return statistics.median(seconds[-steps:]), peak, seconds[0]
 
 
-rows = []
+rows = {}
 for plain in (True, False) if baseline else (False,):
-    seconds, peak, first = measure(plain)
     ours = f"nanoWan, {checkpointing} checkpointing{', compiled' if compile_blocks else ''}"
-    rows.append(("diffusers + peft, full checkpointing, eager" if plain else ours, seconds, peak, first))
+    rows["diffusers + peft, full checkpointing, eager" if plain else ours] = measure(plain)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -119,7 +118,6 @@ if rank == 0:
     print(f"\n{model}, {tokens:,} tokens, batch {batch_size} a GPU, {method}, {world_size} x {name}, "
           f"torch {torch.__version__}")
     print(f"{'':48s} s/step     MFU  peak GiB  first step")
-    for name, seconds, peak, first in rows:
-        median = statistics.median(seconds)
+    for name, (median, peak, first) in rows.items():
         print(f"{name:48s} {median:6.2f}  {flops / median / (peak_tflops * 1e12):6.1%}  {peak:8.1f}  {first:7.1f} s")
 fsdp.cleanup()

@@ -1,7 +1,6 @@
 """Checkpoints of a run: what training changes, written whole or not at all, and read back on any number of ranks.
 
-They are torch.distributed.checkpoint's, in safetensors files (no pickle) with a meta.json: saved on N ranks, loaded
-on M.
+They are torch.distributed.checkpoint's, in safetensors files (no pickle) with a meta.json.
 """
 
 import glob

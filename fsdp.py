@@ -82,8 +82,7 @@ def say(line):
 
 def share_out(num_items, rank, world_size):
     """Round-robin: the items of a rank, and weights that are 0 for the repeats that make all ranks' numbers equal."""
-    rounds = math.ceil(num_items / world_size)
-    positions = [round_ * world_size + rank for round_ in range(rounds)]
+    positions = range(rank, math.ceil(num_items / world_size) * world_size, world_size)
     return [position % num_items for position in positions], [float(position < num_items) for position in positions]
 
 
@@ -262,10 +261,7 @@ def full_tensor(tensor):
 
 
 def gather(tensors, wanted=None):
-    """{name: sharded tensor} -> {name: whole tensor on the CPU} on ranks where it's wanted (rank 0), {} elsewhere.
-
-    Collective: all ranks call it.
-    """
+    """{name: sharded tensor} -> {name: whole on the CPU} where it's wanted (rank 0), {} on other ranks. Collective."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = full_tensor(tensor.detach())

@@ -70,10 +70,7 @@ _held = []  # open files, locked until they are closed or this process ends
 
 
 def hold_folder(folder, name="out_dir"):
-    """Two runs in one folder, a job submitted twice, would write over each other: the second is refused.
-
-    name: of the setting that says which folder.
-    """
+    """Two runs in one folder would write over each other: the second is refused. name: of the folder's setting."""
     with writing(folder, name):
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder, ".lock"), "a")  # noqa: SIM115

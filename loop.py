@@ -71,11 +71,10 @@ class Phases:
     def __call__(self, name):
         started = self._now()
         yield
-        seconds, peak = self._now() - started, 0.0
+        self.add(name, self._now() - started)
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() / 2**30
+            self.add(name, 0.0, torch.cuda.max_memory_allocated() / 2**30)
             torch.cuda.reset_peak_memory_stats()
-        self.add(name, seconds, peak)
 
     def row(self):
         """{"seconds/roll": 8.1, "gib/roll": 18.6, ...} for the log."""
