@@ -127,12 +127,13 @@ def save(out_dir, step, tensors, meta, keep_last):
 
 @contextmanager
 def saving(save, out_dir, start_step, step):
-    """Where the inside fails, all ranks save what was trained before they stop.
+    """Where the inside fails on any rank, all save what was trained before they stop.
 
     save: step -> None, collective; start_step: where this run began, which is saved or nothing. Collective.
     """
     try:
-        yield
+        with all_ranks_agree():
+            yield
     except UserError as error:
         if step > start_step and not isinstance(error, Diverged):
             save(step)

@@ -409,14 +409,14 @@ for iteration in range(start_iteration, max_iterations):
                 for record, step in [pairs[n] for n in minibatch]:
                     A = advantages[list(record.positions)].to(device)  # b
                     now = distribution(record, step)
-                    difference = now.log_prob - step.log_prob.to(device)  # b
-                    if ratio_norm:  # GRPO-Guard: centred at 0 and of one scale at all steps (arXiv 2510.22319)
+                    difference, weight = now.log_prob - step.log_prob.to(device), 1.0  # b
+                    if ratio_norm:  # GRPO-Guard: ratios centred at 1 and of one scale at all steps, weight 1 / -dt
                         moved = wan_model.masked_mean((now.mean - step.mean.to(device)).square(), now.gen_mask)
                         difference = (difference + moved / (2 * now.std**2)) * now.std
+                        weight = 1 / (sigmas[step.index] - sigmas[step.index + 1]).item()
                     ratio = difference.exp()  # b: how much more probable the step has become
-                    loss = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip_range, 1 + clip_range))  # b
-                    if ratio_norm:
-                        loss = loss / (sigmas[step.index] - sigmas[step.index + 1]).item()  # by -dt
+                    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+                    loss = weight * torch.maximum(-A * ratio, -A * clipped)  # b
                     numbers = dict(ratio=ratio, clip_fraction=((ratio - 1).abs() > clip_range).float())
                     if step.reference_mean is not None:  # KL of two Gaussians of the same std
                         moved = (now.mean - step.reference_mean.to(device)).square()

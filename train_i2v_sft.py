@@ -321,7 +321,7 @@ for step in range(start_step, max_steps):
     sample_losses, step_sigma, loading = {}, 0.0, 0.0  # the first by position in the global batch
     for micro in range(grad_accum):
         waited = time.time()
-        with saving(step), fsdp.all_ranks_agree():
+        with saving(step):
             samples = next_clips.result()
             loading += time.time() - waited
         next_clips = reader.submit(read_clips, step * grad_accum + micro + 1)

@@ -239,7 +239,7 @@ def test_recomputed_log_probs_change_nothing_in_float32(train, tmp_path):
     assert drifts == [0] * 12  # velocity and ratio of 2 steps and of the worst, in 2 iterations
     assert untimed(tmp_path / "kept") == rows
     kept = {name: value for name, value in names.items() if torch.is_tensor(value) and value.grad_fn is not None}
-    assert kept.keys() == {"difference", "loss", "moved", "ratio"}
+    assert kept.keys() == {"clipped", "difference", "loss", "moved", "ratio"}
     for tensor in kept.values():  # of graphs that the backward pass has freed: one more alive would double the memory
         with pytest.raises(RuntimeError, match="second time"):
             tensor.sum().backward()
