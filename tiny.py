@@ -32,10 +32,10 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from configurator import configure
+from configurator import check_values, configure
 from data import open_demos, parse_box, point_cell, rgb_cell
 from encoders import VAE_2_1, VAE_2_2, AutoencoderDCT
-from guard import UserError
+from guard import writing
 
 out = "out/tiny"  # folder to write
 num_demos = 624  # demonstrations in robot.hdf5; the last 24 are mask/valid, one of each prompt
@@ -293,14 +293,11 @@ def make_robot_models(folder):
 
 
 def main():
-    if num_demos < 10 or not 0 <= agreement <= 1:
-        raise UserError(f"num_demos={num_demos} agreement={agreement}: want at least 10, and a share from 0 to 1")
-    if seed < 0:
-        raise UserError(f"seed={seed}: want at least 0")
+    check_values(globals(), {}, at_least=dict(num_demos=10, agreement=0, seed=0), at_most=dict(agreement=1))
     transformers.logging.set_verbosity_error()  # it would tell that torchvision is missing, which nothing here needs
     transformers.logging.disable_progress_bar()
     folder = Path(out)
-    try:
+    with writing(out, "out"):
         folder.mkdir(parents=True, exist_ok=True)
         if robot:
             return make_robot_models(folder)
@@ -312,8 +309,6 @@ def main():
         for kind in ("i2v", "ti2v", "t2v"):
             make_checkpoint(folder / kind, kind, vae, tokenizer, text_encoder, seed)
         make_checkpoint(folder / "ti2v_conv", "ti2v", make_conv_vae("ti2v"), tokenizer, text_encoder, seed)
-    except OSError as error:
-        raise UserError(f"out={out}: can't write there ({error})") from error
     print(f"{folder}: {num_demos} demos, {len(PROMPTS)} prompts, models i2v ti2v t2v ti2v_conv of "
           f"{make_transformer(36, 0).num_parameters() / 1e6:.2f} M parameters an expert")
 
