@@ -187,8 +187,9 @@ with fsdp.all_ranks_agree():
 with fsdp.all_ranks_agree():
     mesh = fsdp.make_mesh(device, dp_replicate)
 sigmas = flow.sigma_grid(num_steps, shift)
-for line in grpo_checks.describe_run(config, policy, latent_shape, guidance, sigmas, device, world_size):
-    say(line)
+with fsdp.all_ranks_agree():
+    described = grpo_checks.describe_run(config, policy, latent_shape, guidance, sigmas, device, world_size)
+say("\n".join(described))
 
 # ----------------------------------------------------------------------------- rewards, and what makes the videos
 with fsdp.all_ranks_agree():
