@@ -34,38 +34,28 @@ class AutoencoderDCT(ModelMixin, ConfigMixin):
     """A parameter-free stand-in for AutoencoderKLWan: the z_dim lowest frequencies of an orthonormal 3-D DCT.
 
     Pixels are cut into blocks of stride (t, h, w) = (4, 4, 4), the first frame repeated to fill its block, so that
-    4n + 1 frames give n + 1 latent frames as in Wan. A random convolutional VAE would decode to noise, and training
-    one on a CPU takes hours; this one is exact on what it keeps, instantly. Nothing crosses a block's border.
+    4n + 1 frames give n + 1 latent frames as in Wan. Exact on what it keeps, where a random convolutional VAE would
+    decode to noise. Nothing crosses a block's border.
     """
 
     @register_to_config
-    def __init__(
-        self,
-        z_dim: int = 16,
-        latents_mean: list[float] = [0.0] * 16,
-        latents_std: list[float] = [1.0] * 16,
-        scale_factor_temporal: int = 4,
-        scale_factor_spatial: int = 4,
-    ):
+    def __init__(self, z_dim=16, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16, scale_factor_temporal=4,
+                 scale_factor_spatial=4):
         super().__init__()
         # The only state. A stored buffer rather than a computed constant, because from_pretrained wants a weight file.
         self.register_buffer("basis", dct_basis(z_dim, scale_factor_temporal, scale_factor_spatial))  # z c t h w
 
-    @property
-    def stride(self):
-        return self.config.scale_factor_temporal, self.config.scale_factor_spatial, self.config.scale_factor_spatial
-
-    def encode(self, x, return_dict=True):
+    def encode(self, x):
         """Pixels b 3 f h w in -1..1 -> distribution whose mode and sample are the coefficients b z F h w."""
-        fill = x[:, :, :1].expand(-1, -1, self.config.scale_factor_temporal - 1, -1, -1)
-        latents = F.conv3d(torch.cat([fill, x], dim=2), self.basis, stride=self.stride)
-        posterior = IdentityDistribution(latents)
-        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
+        stride = self.basis.shape[2:]
+        fill = x[:, :, :1].expand(-1, -1, stride[0] - 1, -1, -1)
+        latents = F.conv3d(torch.cat([fill, x], dim=2), self.basis, stride=stride)
+        return AutoencoderKLOutput(latent_dist=IdentityDistribution(latents))
 
     def decode(self, z, return_dict=True):
         """Coefficients b z F h w -> pixels b 3 f h w, clamped to -1..1; the adjoint is the inverse (orthonormal)."""
-        pixels = F.conv_transpose3d(z, self.basis, stride=self.stride)
-        pixels = pixels[:, :, self.config.scale_factor_temporal - 1 :].clamp(-1, 1)
+        stride = self.basis.shape[2:]
+        pixels = F.conv_transpose3d(z, self.basis, stride=stride)[:, :, stride[0] - 1 :].clamp(-1, 1)
         return DecoderOutput(sample=pixels) if return_dict else (pixels,)
 
 
@@ -92,15 +82,10 @@ def latent_geometry(model):
     return config.get("z_dim", 16), (stride_t, stride_s, stride_s)
 
 
-def random_name(model):
-    """ "random:NAME" or "random:NAME:layers" -> NAME."""
-    return model.split(":")[1]
-
-
 def vae_config(model):
     """Configuration dict of a model's VAE, `_class_name` included."""
     if model.startswith("random:"):
-        name = random_name(model)
+        name = model.split(":")[1]  # "random:NAME" or "random:NAME:layers"
         if name not in RANDOM_VAES:
             raise UserError(f"model={model}: want random: and one of {', '.join(RANDOM_VAES)}")
         return {"_class_name": "AutoencoderKLWan", **RANDOM_VAES[name]}
@@ -117,7 +102,7 @@ def load_vae(model, device="cpu", dtype=torch.float32):
     if model.startswith("random:"):
         torch.manual_seed(0)  # the same on every rank and in every run
         with torch.device(device):  # initialise there: 0.7 B numbers take long on a CPU
-            vae = AutoencoderKLWan(**RANDOM_VAES[random_name(model)])
+            vae = AutoencoderKLWan.from_config(config)
         vae = torch.nn.Module.to(vae, dtype)  # diffusers' own .to warns of modules to keep in float32; a VAE has none
     else:
         with user_errors(model, "vae"):
@@ -151,8 +136,8 @@ def decode(vae, latents):
 def encode_condition(vae, first_frame, num_frames, kind):
     """First frame b 3 h w in -1..1 -> what the model is given, normalised latents b z F h w float32.
 
-    kind "i2v": the frame followed by num_frames - 1 zero (mid-grey) frames, encoded as ONE clip. The VAE is causal but
-    not memoryless, and encoded zeros are not zeros, so padding the frame's own latent is not the same.
+    kind "i2v": the frame followed by num_frames - 1 zero (mid-grey) frames, encoded as ONE clip: the VAE has a memory,
+    and encoded zeros are not zeros, so padding the frame's own latent is not the same.
     kind "ti2v" or "t2v": the frame alone, F = 1, which will replace the first latent frame.
     """
     clip = first_frame[:, :, None]  # b 3 1 h w

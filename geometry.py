@@ -38,8 +38,7 @@ def denormalise_points(points, box):
     return (points.float() + 1) / 2 * (high - low) + low
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# is a recording the right way up, in metres, and do its views agree?
+# ----------------------------------------------------------------------------- is a recording's geometry sound?
 
 
 def known(depth):
@@ -65,10 +64,9 @@ CORRECTIONS = {
 
 
 def view_distances(source, target):
-    """Project a view's points into another view -> |distance| along its axis, metres, of the pixels that both see.
+    """Project a camera's points into another one -> |distance| along its axis, metres, of the pixels that both see.
 
-    source, target: cameras. Points more than 2 % behind the target's surface are hidden from it, which is legitimate;
-    points in front of it are not: the target would have seen them.
+    Points more than 2 % behind the target's surface are hidden from it; those before it, it would have seen.
     """
     depth, K, E = target
     height, width = depth.shape[-2:]
@@ -89,8 +87,8 @@ def view_distances(source, target):
 def agreement(cameras):
     """How far apart the views' points are: (median, 80th percentile in mm; share of the pixels that two views see).
 
-    The percentile decides, because a table alone satisfies the median: a plane fits itself even when it is mirrored.
-    The last fifth is left to the edges of things, where neighbouring pixels see different surfaces.
+    The percentile decides: a table alone satisfies the median, for a plane fits itself even when it is mirrored. The
+    last fifth is left to the edges of things, where neighbouring pixels see different surfaces.
     """
     pairs = list(itertools.permutations(cameras.values(), 2))
     distances = np.concatenate([view_distances(source, target) for source, target in pairs]) * 1000
@@ -102,8 +100,8 @@ def edge_match(rgb, depth):
     """Correlation of the edges in the images f h w 3 with the edges in the depth f h w, -1..1."""
 
     def edges(values, limit):
-        steps = [np.abs(np.diff(values, axis=1))[:, :, :-1], np.abs(np.diff(values, axis=2))[:, :-1]]
-        return np.minimum(steps[0] + steps[1], limit).ravel()
+        down, across = np.diff(values, axis=1)[:, :, :-1], np.diff(values, axis=2)[:, :-1]
+        return np.minimum(np.abs(down) + np.abs(across), limit).ravel()
 
     filled = np.where(known(depth), depth, np.median(depth[known(depth)]))
     image, surface = edges(rgb.astype(np.float32).mean(-1), 60), edges(np.log(filled), 0.1)
@@ -116,13 +114,12 @@ def check_geometry(images, cameras):
     Orientation shows in three ways: points of two views meet only if depth and cameras are the same way up, edges of
     image and depth coincide only if those are, and down in the image of a standing camera is down in the world.
     """
-    lines, faults = [], []
-    depths = np.concatenate([depth[known(depth)] for depth, _, _ in cameras.values()])
-    for view, (depth, _, _) in cameras.items():
-        if not known(depth).any():
-            return lines, [f"{view} has no known depth: all pixels are 0 or infinite"]
-    near, typical, far = (float(depth) for depth in np.percentile(depths, [1, 50, 99]))
-    lines.append(f"depth units   median {typical:.3f}, 1..99 % {near:.3f}..{far:.3f}; want metres")
+    measured = {view: depth[known(depth)] for view, (depth, _, _) in cameras.items()}
+    for view, depths in measured.items():
+        if not depths.size:
+            return [], [f"{view} has no known depth: all pixels are 0 or infinite"]
+    near, typical, far = map(float, np.percentile(np.concatenate([*measured.values()]), [1, 50, 99]))
+    lines, faults = [f"depth units   median {typical:.3f}, 1..99 % {near:.3f}..{far:.3f}; want metres"], []
     if typical > 50:  # no arm works 50 m from its camera, or sees anything within 5 cm in millimetres
         faults.append(f"depth is in millimetres (median {typical:.0f}), want metres: multiply it by 0.001")
         cameras = {view: (depth * np.float32(0.001), K, E) for view, (depth, K, E) in cameras.items()}
@@ -131,29 +128,23 @@ def check_geometry(images, cameras):
     for view, (_, _, E) in cameras.items():
         R = E[:, :3, :3]
         if np.abs(R @ R.swapaxes(-1, -2) - np.eye(3)).max() > 1e-2 or np.linalg.det(R).min() < 0.9:
-            faults.append(f"extrinsics of {view} hold no rotation (det {np.linalg.det(R).min():.2f}, want 1)")
-            return lines, faults
+            return lines, [*faults, f"extrinsics of {view} hold no rotation (det {np.linalg.det(R).min():.2f}, want 1)"]
 
     if len(cameras) > 1:
         median, distance, share = agreement(cameras)
         pixel = typical / float(np.mean([K[:, 0, 0].mean() for _, K, _ in cameras.values()])) * 1000  # mm at that depth
         limit = max(pixel, 15 * typical)  # 1.5 % of the depth, for real sensors
-        lines.append(
-            f"two views     of the {share:.0%} of pixels that two see: median {median:.2f} mm apart, 80 % within "
-            f"{distance:.2f} mm, want < {limit:.1f}"
-        )
+        lines.append(f"two views     of the {share:.0%} of pixels that two see: median {median:.2f} mm apart, 80 % "
+                     f"within {distance:.2f} mm, want < {limit:.1f}")
         if not distance < pixel / 10:  # is it noise, or is there a mistake whose undoing makes them agree?
-            corrected = {
-                fault: {view: correct(*camera) for view, camera in cameras.items()}
-                for fault, correct in CORRECTIONS.items()
-            }
+            corrected = {fault: {view: correct(*camera) for view, camera in cameras.items()}
+                         for fault, correct in CORRECTIONS.items()}
             found = {fault: agreement(corrected[fault])[1] for fault in CORRECTIONS}
             fault = min(found, key=found.get)
             if found[fault] < min(limit, distance / 3):
                 got = "nowhere" if math.isinf(distance) else f"within {distance:.1f} mm"
-                faults.append(
-                    f"{fault}: corrected, the views' points agree within {found[fault]:.2f} mm, as stored {got}"
-                )
+                faults.append(f"{fault}: corrected, the views' points agree within {found[fault]:.2f} mm, "
+                              f"as stored {got}")
                 cameras = corrected[fault]
             elif math.isinf(distance):
                 lines.append("              no pixel is seen by two views: their agreement cannot be checked")
@@ -168,17 +159,14 @@ def check_geometry(images, cameras):
         match = {flip: edge_match(images[view][:, ::y, ::x], depth) for flip, (y, x) in flips.items()}
         best = max(match, key=match.get)
         down = float(E[:, 2, 1].mean())  # z in the world of the camera's y axis
-        lines.append(
-            f"orientation   {view}: edges of image and depth correlate {match['']:.2f}, upside down "
-            f"{match['upside down']:.2f}; image down is world {'down' if down < 0 else 'up'} ({down:.2f})"
-        )
+        lines.append(f"orientation   {view}: edges of image and depth correlate {match['']:.2f}, upside down "
+                     f"{match['upside down']:.2f}; image down is world {'down' if down < 0 else 'up'} ({down:.2f})")
         if best and match[best] > max(match[""] + 0.1, 0.2):
             flipped.setdefault(best, []).append(view)
         if down > 0.2 and "hand" not in view:  # a camera on the hand is held any way up
             upside_down.append(view)
-    faults += [
-        f"images of {' and '.join(views)} are {flip}: they match the depth then" for flip, views in flipped.items()
-    ]
+    faults += [f"images of {' and '.join(views)} are {flip}: they match the depth then"
+               for flip, views in flipped.items()]
     if upside_down:
         faults.append(f"all of {' and '.join(upside_down)} is upside down: down in the image is up in the world")
     return lines, faults

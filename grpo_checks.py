@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+import cost
 import fsdp
 import model
 import rollout
@@ -70,14 +71,25 @@ def check_settings(config, world_size):
     ), mistakes=mistakes)
 
 
-def describe_run(config, sigmas, tokens, num_ranks):
-    """Lines on the noise levels, sigmas, and on an iteration's rollout; tokens: of a video."""
-    c, videos = {"law": "flow"} | config, config["prompts_per_iteration"] * config["group_size"]
-    return [f"grid       {c['num_steps']} steps, shift {c['shift']:g}: "
-            + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()),
-            f"rollout    {c['prompts_per_iteration']} prompts x {c['group_size']}, {c['law']} at noise level "
-            f"{c['noise_level']:g} in {c['num_sde_steps']} steps of {c['sde_window']}, {tokens:,} tokens a video, "
-            f"{videos // num_ranks} videos a rank"]
+def describe_run(config, policy, latent_shape, guidance, sigmas, device, num_ranks):
+    """-> lines that tell what will run, before any weight is loaded. UserError as in cost.describe_run."""
+    c = dict(law="flow", rollout="local", recompute_log_prob=False, kl_beta=0.0, lora_rank=0) | config
+    passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
+    videos = c["prompts_per_iteration"] * c["group_size"] // num_ranks  # of a rank
+    if c["rollout"] == "local":
+        rolled = c["num_steps"] + c["num_sde_steps"] * c["recompute_log_prob"]  # steps without a backward pass
+    else:
+        rolled = c["num_sde_steps"]  # drawn by servers, always scored again
+    lines = cost.describe_run(
+        policy, config, latent_shape, num_ranks, device, c["rollout_batch"] * passes,
+        videos * passes * c["num_sde_steps"] * c["num_inner_epochs"], c["max_iterations"], len(policy.expert_names),
+        reference=c["kl_beta"] > 0 and not c["lora_rank"], forwards=videos * passes * rolled)
+    sigmas = " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist())
+    lines.append(f"grid       {c['num_steps']} steps, shift {c['shift']:g}: {sigmas}")
+    lines.append(f"rollout    {c['prompts_per_iteration']} prompts x {c['group_size']}, {c['law']} at noise level "
+                 f"{c['noise_level']:g} in {c['num_sde_steps']} steps of {c['sde_window']}, "
+                 f"{cost.num_tokens(latent_shape):,} tokens a video, {videos} videos a rank")
+    return lines
 
 
 def self_check(policy, parameters, before_training, record, sigmas, distribution, config, drift):

@@ -16,6 +16,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from guard import write_atomic
+
 COLOURS = {"high": "tab:red", "low": "tab:blue", "reward": "tab:green", "grad_norm": "tab:purple"}  # of one run
 SIGMA_BIN = "val_loss/sigma "
 PANELS = {  # the key that calls for a panel, or the beginning of such keys -> its title
@@ -48,14 +50,12 @@ class MetricsLog:
     """Appends lines to out_dir/metrics.jsonl; those of steps after the one a run resumes from are dropped first."""
 
     def __init__(self, out_dir, start_step=0):
-        self.path = Path(out_dir, "metrics.jsonl")
-        kept = [row for row in read_metrics(self.path) if row["step"] <= start_step] if self.path.exists() else []
-        self.kept = kept if start_step else []
-        if self.path.exists() and not start_step:
+        self.path, self.kept = Path(out_dir, "metrics.jsonl"), []
+        if self.path.exists() and start_step:
+            self.kept = [row for row in read_metrics(self.path) if row["step"] <= start_step]
+        elif self.path.exists():
             self.path.replace(self.path.with_suffix(".jsonl.old"))  # of a run whose checkpoints are gone
-        partial = self.path.with_suffix(".jsonl.tmp")
-        partial.write_text("".join(map(_as_line, self.kept)), encoding="utf-8")
-        partial.replace(self.path)
+        write_atomic(self.path, "".join(map(_as_line, self.kept)).encode())
 
     def holds(self, step, prefix):
         """Whether the log that a run resumes with has a key with this prefix at a step."""
@@ -140,23 +140,36 @@ def draw_curves(out_dir, path=None):
     rows = _load(out_dir)
     found = {wanted: keys for wanted in PANELS if (keys := _keys([rows], wanted))}
     figure, panels = _figure([PANELS[wanted] for wanted in found])
-    for axes, keys in zip(panels, found.values(), strict=True):
-        _panel(axes, rows, keys)
+    for axes, (wanted, keys) in zip(panels, found.items(), strict=True):
+        for index, key in enumerate(keys):
+            name = key.partition("/")[2] or key
+            shade = index / len(keys)  # blue for little noise to red for much, as the experts
+            colour = (0.9 * shade, 0.2, 0.9 * (1 - shade)) if wanted == SIGMA_BIN else COLOURS.get(name)
+            _line(axes, rows, key, name, color=colour)
+            _bounds(axes, rows, key)
+        if wanted == "grad_norm" and _keys([rows], "lr"):
+            right = axes.twinx()
+            right.set_ylabel("lr", color="gray")
+            right.plot(*_series(rows, "lr"), color="gray", linewidth=1)
+        if wanted == "reward":
+            (steps, mean), (_, std) = _series(rows, "reward"), _series(rows, "reward_std")
+            if len(mean) == len(std):
+                axes.fill_between(steps, mean - std, mean + std, color="tab:green", alpha=0.12, linewidth=0)
     return _save(figure, path or Path(out_dir, "curves.png"))
 
 
 def _series(rows, key):
     """Steps and finite values of a key."""
-    points = [(row["step"], row[key]) for row in rows if key in row]
-    points = [(step, value) for step, value in points if isinstance(value, int | float) and math.isfinite(value)]
+    points = [(row["step"], row[key]) for row in rows
+              if isinstance(row.get(key), int | float) and math.isfinite(row[key])]
     return np.array(points, dtype=float).reshape(-1, 2).T  # 2 n
 
 
 def _line(axes, rows, key, label, **style):
-    """Plot a key, long noisy ones also as a running mean over a twentieth of their length -> [its last value]."""
+    """Plot a key, long noisy ones also as a running mean over a twentieth of their length -> its last value, or ""."""
     steps, values = _series(rows, key)
     if not len(steps):
-        return []
+        return ""
     width = len(steps) // 20 if key.split("/")[0] in NOISY else 0
     if width > 1:
         (raw,) = axes.plot(steps, values, alpha=0.25, linewidth=0.8, **style)
@@ -167,7 +180,7 @@ def _line(axes, rows, key, label, **style):
     axes.plot(steps, values, marker=marker, markersize=3, label=f"{label} {values[-1]:.4g}".strip(), **style)
     if key == "grad_norm" and (values > 0).any():
         axes.set_yscale("log")
-    return [f"{values[-1]:.4g}"]
+    return f"{values[-1]:.4g}"
 
 
 def _bounds(axes, rows, key):
@@ -177,25 +190,6 @@ def _bounds(axes, rows, key):
             label = f"{words} {value:.4g}"
             if label not in axes.get_legend_handles_labels()[1]:  # that of several runs once
                 axes.axhline(value, color="gray", linestyle=linestyle, label=label)
-
-
-def _panel(axes, rows, keys):
-    """A panel of one run: its lines, the floor and ceiling of a score, lr beside the gradient, the rewards' spread."""
-    for index, key in enumerate(keys):
-        name = key.partition("/")[2] or key
-        shade = index / len(keys)  # blue for little noise to red for much, as the experts
-        colour = (0.9 * shade, 0.2, 0.9 * (1 - shade)) if key.startswith(SIGMA_BIN) else COLOURS.get(name)
-        _line(axes, rows, key, name, color=colour)
-        _bounds(axes, rows, key)
-    if keys == ["grad_norm"] and _keys([rows], "lr"):
-        right = axes.twinx()
-        right.set_ylabel("lr", color="gray")
-        right.plot(*_series(rows, "lr"), color="gray", linewidth=1)
-    if keys == ["reward"]:
-        paired = [row for row in rows if "reward_std" in row and "reward" in row]
-        (steps, mean), (_, std) = _series(paired, "reward"), _series(paired, "reward_std")
-        if len(mean) == len(std):
-            axes.fill_between(steps, mean - std, mean + std, color="tab:green", alpha=0.12, linewidth=0)
 
 
 def _what_differs(runs):
@@ -233,7 +227,8 @@ def draw_together(path, runs):
     for n, rows in enumerate(logs):
         texts[n] += f" (ends at step {ends[n]}, the longest at {max(ends)})" if ends[n] < max(ends) else ""
         for axes, (_, key) in zip(panels, found, strict=True):
-            texts[n] += "".join(f" | {key}\xa0{value}" for value in _line(axes, rows, key, "", **styles[n]))
+            if last := _line(axes, rows, key, "", **styles[n]):
+                texts[n] += f" | {key}\xa0{last}"
         print(texts[n].replace("\xa0", " "))
     for axes, (_, key) in zip(panels, found, strict=True):
         for rows in logs:
@@ -244,7 +239,7 @@ def draw_together(path, runs):
     return _save(figure, path)
 
 
-def draw_mean(path, runs, prefixes=("eval/", "val_loss/")):
+def draw_mean(path, runs):
     """Held-out numbers of several runs: each run thin, their mean thick, the last mean and spread (std) printed."""
     differ = [{name: value for name, value in found.items() if name != "seed"} for found in _what_differs(runs)]
     got = "; ".join(f"{run}: " + ", ".join(f"{name}={value}" for name, value in list(found.items())[:4])
@@ -253,7 +248,8 @@ def draw_mean(path, runs, prefixes=("eval/", "val_loss/")):
         sys.exit(f"error: got settings that differ in more than the seed ({got}), want runs alike but for the seed: "
                  "leave some out, or draw them together, without --mean")
     logs = [_load(run) for run in runs]
-    keys = [key for wanted in prefixes for key in _keys(logs, wanted) if all(_series(rows, key).size for rows in logs)]
+    keys = [key for key in _keys(logs, "eval/") + _keys(logs, "val_loss/")
+            if all(_series(rows, key).size for rows in logs)]
     if not keys:
         sys.exit(f"error: {', '.join(map(str, runs))}: got no held-out number that all of them have")
     figure, panels = _figure(keys)

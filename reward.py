@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
 import fsdp
@@ -42,8 +43,7 @@ from video import read_mp4
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP_SIZE, CLIP_BATCH = 224, 32  # pixels; frames in one forward
 
-# ----------------------------------------------------------------------------------------------------------------------
-# PickScore (arXiv 2305.01569): how much people like a picture for a prompt
+# ----------------------------------------------------------------------------- PickScore, arXiv 2305.01569
 
 
 @functools.lru_cache(maxsize=1)  # rewards that are trained on and held-out ones share it
@@ -70,14 +70,13 @@ def load_clip(model, device):
 
 def hash_tokenizer(prompts, **options):
     """Stands in for CLIP's where no vocabulary is at hand: a word's number is its hash."""
-
-    def number(word):
-        return 1 + int.from_bytes(hashlib.sha256(word.encode()).digest()[:7], "big") % 49404
-
-    rows = [[49406, *[number(word) for word in prompt.lower().split()[:75]], 49407] for prompt in prompts]
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [49407] * (longest - len(row)) for row in rows])
-    return {"input_ids": ids, "attention_mask": torch.tensor([[n < len(row) for n in range(longest)] for row in rows])}
+    rows = []
+    for prompt in prompts:
+        hashes = [hashlib.sha256(word.encode()).digest() for word in prompt.lower().split()[:75]]
+        words = [1 + int.from_bytes(digest[:7], "big") % 49404 for digest in hashes]
+        rows.append(torch.tensor([49406, *words, 49407]))
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1)
+    return {"input_ids": ids.where(ids >= 0, 49407), "attention_mask": ids >= 0}
 
 
 def clip_pixels(frames):
@@ -125,20 +124,17 @@ def load_pickscore(name, config, device):
     return pickscore
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# a reward in another process
+# ----------------------------------------------------------------------------- a reward in another process
 
 
 def load_http(url, config, device):
     """-> reward: POSTs an .npz of videos (uint8 b f h w 3) and json (a string of {"prompts": [], "metadata": []}), and
     reads {"rewards": [b numbers]}. A failed attempt is repeated after 1, 2 and 4 seconds.
     """
-    timeout, retries = config["reward_timeout"], 3
-    if not is_url(url):
-        raise UserError("reward http: want its address, as in http://host:8000/score:1.0")
+    timeout = config["reward_timeout"]
 
     def ask(body, seconds):
-        for attempt in range(retries + 1):
+        for attempt in range(4):
             try:
                 headers = {"Content-Type": "application/octet-stream"}
                 with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=seconds) as answer:
@@ -151,7 +147,7 @@ def load_http(url, config, device):
                     break
             except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
-            if attempt < retries:
+            if attempt < 3:
                 time.sleep(2**attempt)
         raise UserError(f"reward {url}: {reason} after {attempt + 1} attempts: is its server running there?")
 
@@ -171,8 +167,7 @@ def load_http(url, config, device):
     return remote
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the mix
+# ----------------------------------------------------------------------------- the mix
 
 
 def ready(reward):
@@ -203,19 +198,19 @@ def parse_rewards(spec, setting="rewards"):
         if is_url(part):  # http://host:8000 ends in a port, http://host:8000:1.0 in a weight
             if re.fullmatch(r"https?://[^/]+/.*:\d+", part):
                 raise UserError(f"{setting}={spec}: got a weight without a dot, want {part}.0")
-            name, weight = re.fullmatch(r"(.*?)(?::(-?\d*\.\d*))?", part).groups()
+            name, weight = re.fullmatch(r"(.*?)(?::(-?\d*\.\d*))?", part).groups("1")
         else:
-            name, _, weight = part.partition(":")
+            name, weight = (part if ":" in part else f"{part}:1").split(":", 1)
         if not is_url(name) and (name not in REWARDS or name == "http"):
             near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
             meant = f" (did you mean {near[0]}?)" if near and near[0] != name else ""
             known = ", ".join(REWARDS).replace("http", "http://host:port/path")
             raise UserError(f"{setting}={spec}: got {name!r}{meant}, want some of {known}, each with :weight")
         try:
-            number = float(weight) if weight else 1.0
+            number = float(weight)
         except ValueError:
             number = math.nan
-        if not math.isfinite(number) or part.endswith(":"):
+        if not math.isfinite(number):
             raise UserError(f"{setting}={spec}: got weight {weight!r} of {name}, want a number as in {name}:1.0")
         if name in dict(parsed):
             raise UserError(f"{setting}={spec}: got {name} twice, want it once")
@@ -294,8 +289,7 @@ def group_advantages(rewards, groups, global_std=False, clip=5.0):
     return advantages.clamp(-clip, clip).float(), num_equal
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# try rewards on video files: python reward.py clip.mp4
+# ----------------------------------------------------------------------------- tried on video files
 
 rewards = "smoothness:1.0,first_frame:1.0"  # name:weight, comma-separated
 prompt = ""  # what the clips should show

@@ -151,7 +151,7 @@ def load(expert):
 
 wan.experts = fsdp.load_sharded(wan.expert_names, load, fsdp.make_mesh(device, 1), compile_blocks=compile_blocks)
 if checkpoint:
-    kind = "ema" if settings["ema_decay"] > 0 else "parameter"
+    kind = "ema" if settings.get("ema_decay", 0) > 0 else "parameter"
     tensors = {f"{kind}.{name}": p.detach() for name, p in wan_model.trainable_parameters(wan).items()}
     with fsdp.all_ranks_agree():
         if missing := sorted(tensors.keys() - checkpoints.saved_names(checkpoint)):

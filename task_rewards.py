@@ -15,8 +15,7 @@ import tiny
 from geometry import denormalise_points
 from guard import UserError
 
-# ----------------------------------------------------------------------------------------------------------------------
-# closed forms
+# ----------------------------------------------------------------------------- closed forms
 
 
 def smoothness(videos, prompts, metadata):
@@ -55,8 +54,7 @@ def uint8_frames(videos):
     return (videos.float().clamp(0, 1) * 255).round().to(torch.uint8).movedim(2, -1).cpu().numpy()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the tiny world's task: does the ball of the prompted colour move in the prompted direction?
+# ----------------------------------------------------------------------------- the tiny world's ball
 
 VIVID = 0.2  # least difference of a pixel's channels, of 1, to count: all is grey but the ball, and the VAE's errors
 IN_HUE = 0.12  # the same of its chroma along the prompted hue
@@ -72,17 +70,15 @@ def ball_track(videos, metadata):
     """-> along, across b f: how far the ball is from frame 0 in the prompted direction and across it, in image sizes;
     quality b f in 0..1: is there one whole, compact ball of the prompted colour in a frame?
 
-    The ball is what is saturated in the prompted hue: its mass, centroid and spread are the moments of that. Mass and
-    spread are compared with frame 0, so a ball that fades, grows, smears or doubles costs quality, and so does any
-    saturation of another hue.
+    The ball is what is saturated in the prompted hue, its mass, centroid and spread the moments of that. What fades,
+    grows, smears or doubles after frame 0 costs quality, and so does any saturation of another hue.
     """
     want_frames("ball", videos, 2)
     for name, known in (("colour", tiny.COLOURS), ("direction", tiny.DIRECTIONS)):
         for entry in metadata:
             if entry.get(name) not in known:
                 raise UserError(f"reward ball or ball_success: got {name} {entry.get(name)!r} in metadata, want one of "
-                                f"{list(known)}: the tiny world's task; for other prompts set other rewards and "
-                                "eval_rewards")
+                                f"{list(known)}; for other prompts set other rewards and eval_rewards")
     videos = videos.float()
     height, width = videos.shape[-2:]
     colours = torch.tensor([tiny.COLOURS[entry["colour"]] for entry in metadata], device=videos.device).float()
@@ -131,25 +127,22 @@ def ball_success(videos, prompts, metadata):
     return ((along[:, -1] > 0.08) & (along[:, -1] > across[:, -1]) & (quality.amin(1) > 0.5)).float()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# HCPT: do the pointmaps of the views describe one scene?
+# ----------------------------------------------------------------------------- the views of HCPT
 
 
 def views(videos, prompts, metadata):
     """Minus the median distance, mm, between what a pixel says and what the other view says of the same place.
 
-    videos are HCPT grids: the RGB row above the pointmap row, a column a view. Each cell is to be decoded by itself, as
-    sampler.decode_cells does: train_grpo.py decodes a video as one picture of 8 bits, which blurs the seams and rounds
-    points to a 255th of the box. Wanted of metadata:
+    videos are HCPT grids: the RGB row above the pointmap row, a column a view, each cell decoded by itself as
+    sampler.decode_cells does (train_grpo.py decodes one picture, which blurs the seams). Wanted of metadata:
       "box"      x0 y0 z0 x1 y1 z1 metres, that -1..1 of a pointmap spans (LatentCache.box)
       "cameras"  a dict a view, left to right: "intrinsics" 3 3 and "extrinsics" 4 4 (camera to world), standing still,
                  and "size" [h, w], the image size that the intrinsics speak of
       "points"   optional v 3 f h w in -1..1, pointmap cells to use in place of the lower half of the video
 
-    A point goes into the other view, where its pixel's point is read; it is hidden, not wrong, if more than 2 % behind
-    that. Added to their distance is how far a point lies off its own pixel's ray, or all points could meet in one.
-    Points at the box's walls are clamped there and don't count. A video of which under 5 % can be compared gets minus
-    the box's diagonal. Blind to a scene that both views get wrong in the same way.
+    A point goes into the other view, where its pixel's point is read: hidden, not wrong, if more than 2 % behind that.
+    How far it lies off its own ray is added, or all points could meet in one. Points at the box's walls don't count; a
+    video of which under 5 % can be compared gets minus the box's diagonal. Blind to what both views get wrong alike.
     """
     scores = []
     for video, entry in zip(videos, metadata, strict=True):

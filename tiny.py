@@ -14,12 +14,9 @@
 The scene: a coloured ball rolls over a grey table, seen by two cameras; the prompt says colour and direction, such as
 "a red ball moves left". The given frame shows the ball before it moves and says nothing of where it will go.
 
-Direction in the image. left and right mean that the ball's column falls and rises, up and down that its row falls and
-rises, rows counted from the top. The cameras stand AZIMUTH degrees to the left and right of the table's front, so each
-view sees the motion a little tilted and foreshortened, yet the prompted axis and sign always dominate: over a clip of 5
-frames the ball moves 2.8 to 4.5 pixels of a 16 x 16 cell along them and at most 1.7 across. All is grey but the ball,
-so a pixel's saturation (largest minus smallest channel) says how much of the ball is in it and its hue which ball it
-is: the centroid of the saturation follows the ball, no detector is needed.
+left, right, up and down are those of the image. The cameras stand askew, yet the prompted direction dominates in both
+views: over a clip of 5 frames the ball moves 2.8 to 4.5 pixels of a 16 x 16 cell along it and at most 1.7 across. All
+is grey but the ball, so that a pixel's saturation says how much of the ball is in it, and its hue which ball it is.
 """
 
 import json
@@ -35,10 +32,10 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from configurator import configure
+from configurator import check_values, configure
 from data import open_demos, parse_box, point_cell, rgb_cell
-from encoders import AutoencoderDCT
-from guard import UserError
+from encoders import VAE_2_1, VAE_2_2, AutoencoderDCT
+from guard import writing
 
 out = "out/tiny"  # folder to write
 num_demos = 624  # demonstrations in robot.hdf5; the last 24 are mask/valid, one of each prompt
@@ -52,14 +49,8 @@ if __name__ == "__main__":
     configure(globals())
 
 # The scene, in metres: x to the right, y away from the cameras, z up; the table's centre is the origin of x and y.
-COLOURS = {
-    "red": (220, 40, 40),
-    "green": (40, 190, 60),
-    "blue": (50, 80, 230),
-    "yellow": (225, 205, 40),
-    "magenta": (210, 50, 200),
-    "cyan": (40, 195, 205),
-}
+COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230),
+           "yellow": (225, 205, 40), "magenta": (210, 50, 200), "cyan": (40, 195, 205)}
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, 1.0), "down": (0.0, -1.0)}
 PROMPTS = [(colour, direction) for colour in COLOURS for direction in DIRECTIONS]
 VIEWS = {"robot0_agentview_left": -1, "robot0_agentview_right": 1}  # side of the table's front that the camera is on
@@ -75,17 +66,8 @@ LIGHT = np.array([-0.35, -0.45, 0.82]) / np.linalg.norm([-0.35, -0.45, 0.82])  #
 AMBIENT = 0.7  # brightness where no light falls
 
 # The models. Narrower than z * 4 = 64 numbers a token and they could not pass a latent through.
-TRANSFORMER = dict(
-    patch_size=(1, 2, 2),
-    num_attention_heads=4,
-    attention_head_dim=32,
-    out_channels=16,
-    text_dim=64,
-    freq_dim=64,
-    ffn_dim=512,
-    num_layers=3,
-    rope_max_seq_len=128,
-)
+TRANSFORMER = dict(patch_size=(1, 2, 2), num_attention_heads=4, attention_head_dim=32, text_dim=64, freq_dim=64,
+                   ffn_dim=512, num_layers=3, rope_max_seq_len=128)
 # For real recordings: 48 of a block's 192 coefficients, as many channels as Wan 2.2's own VAE has; wider than z * 4.
 ROBOT_Z = 48
 ROBOT_TRANSFORMER = TRANSFORMER | dict(num_attention_heads=8, freq_dim=256, ffn_dim=1024, num_layers=6)
@@ -178,7 +160,6 @@ def make_robot_hdf5(path, num_demos, agreement=1.0, seed=0):
     compressed = dict(compression="gzip", compression_opts=1)
     with h5py.File(path, "w") as file:
         data = file.create_group("data")
-        total = 0
         for index in range(num_demos):
             colour, direction, balls = make_demo(index, agreement, seed)
             num_frames = len(balls)
@@ -200,8 +181,7 @@ def make_robot_hdf5(path, num_demos, agreement=1.0, seed=0):
                 for name, matrix in zip(("intrinsics", "extrinsics"), camera(side), strict=True):
                     matrices = np.tile(matrix.astype(np.float32), (num_frames, 1, 1))
                     observations.create_dataset(f"{view}_{name}", data=matrices, **compressed)
-            total += num_frames
-        data.attrs["total"] = total
+        data.attrs["total"] = sum(len(demo["actions"]) for demo in data.values())
         data.attrs["env_args"] = json.dumps({"env_name": "TinyBall", "type": 1, "env_kwargs": {"control_freq": 20}})
         names = np.array([f"demo_{index}" for index in range(num_demos)], dtype="S")
         num_valid = min(len(PROMPTS), num_demos // 10)
@@ -261,11 +241,9 @@ def fitted_vae(pixels, z_dim):
 
 def make_text_encoder(seed=0, words=WORDS):
     """A word tokenizer in T5's format and a small random UMT5 encoder: each prompt has its own embeddings."""
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -9.0)]
-    vocabulary += [(f"▁{word}", -1.0) for word in dict.fromkeys(words.split())]
-    vocabulary += [(letter, -9.0) for letter in LETTERS]
-    vocabulary = list(dict(vocabulary).items())
-    tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0)
+    vocabulary = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -9.0}
+    vocabulary |= {f"▁{word}": -1.0 for word in words.split()} | dict.fromkeys(LETTERS, -9.0)
+    tokenizer = T5Tokenizer(vocab=list(vocabulary.items()), extra_ids=0)
     torch.manual_seed(seed)
     width = TRANSFORMER["text_dim"]
     config = UMT5Config(vocab_size=len(tokenizer), d_model=width, d_kv=16, d_ff=128, num_heads=4, num_layers=1)
@@ -275,12 +253,11 @@ def make_text_encoder(seed=0, words=WORDS):
 def make_conv_vae(kind, seed=1):
     """The released VAEs' architecture, few channels, random weights: it decodes to noise, but servers know it."""
     torch.manual_seed(seed)
-    small = dict(base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True])
-    if kind != "ti2v":  # the VAE of Wan 2.1
-        return AutoencoderKLWan(**small)
-    return AutoencoderKLWan(**small, decoder_base_dim=8, z_dim=48, is_residual=True, in_channels=12, out_channels=12,
-                            patch_size=2, scale_factor_spatial=16, latents_mean=torch.linspace(-1, 1, 48).tolist(),
-                            latents_std=torch.linspace(0.5, 1.5, 48).tolist())
+    config = VAE_2_1
+    if kind == "ti2v":
+        config = VAE_2_2 | dict(decoder_base_dim=8, latents_mean=torch.linspace(-1, 1, 48).tolist(),
+                                latents_std=torch.linspace(0.5, 1.5, 48).tolist())
+    return AutoencoderKLWan(**config | dict(base_dim=8, num_res_blocks=1))
 
 
 def make_transformer(in_channels, seed, out_channels=16, size=TRANSFORMER):
@@ -291,18 +268,17 @@ def make_transformer(in_channels, seed, out_channels=16, size=TRANSFORMER):
 def make_checkpoint(folder, kind, vae, tokenizer, text_encoder, seed=0, size=TRANSFORMER):
     """Save a model folder with random experts, by the pipeline class of its released model. kind: i2v, ti2v, t2v."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
-    parts = dict(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler)
     z = vae.config.z_dim
-    channels = dict(in_channels=2 * z + 4 if kind == "i2v" else z, out_channels=z, size=size)
-    high = make_transformer(seed=seed, **channels)
-    low = None if kind == "ti2v" else make_transformer(seed=seed + 1, **channels)
-    if kind == "i2v":
-        pipeline = diffusers.WanImageToVideoPipeline(transformer=high, transformer_2=low, boundary_ratio=0.9, **parts)
-    elif kind == "t2v":
-        pipeline = diffusers.WanPipeline(transformer=high, transformer_2=low, boundary_ratio=0.875, **parts)
+    in_channels = 2 * z + 4 if kind == "i2v" else z
+    parts = dict(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler)
+    parts["transformer"] = make_transformer(in_channels, seed, z, size)
+    if kind == "ti2v":
+        parts["expand_timesteps"] = True
     else:
-        pipeline = diffusers.WanPipeline(transformer=high, expand_timesteps=True, **parts)
-    pipeline.save_pretrained(folder)
+        parts["transformer_2"] = make_transformer(in_channels, seed + 1, z, size)
+        parts["boundary_ratio"] = 0.9 if kind == "i2v" else 0.875
+    pipeline = diffusers.WanImageToVideoPipeline if kind == "i2v" else diffusers.WanPipeline
+    pipeline(**parts).save_pretrained(folder)
 
 
 def make_robot_models(folder):
@@ -317,14 +293,11 @@ def make_robot_models(folder):
 
 
 def main():
-    if num_demos < 10 or not 0 <= agreement <= 1:
-        raise UserError(f"num_demos={num_demos} agreement={agreement}: want at least 10, and a share from 0 to 1")
-    if seed < 0:
-        raise UserError(f"seed={seed}: want at least 0")
+    check_values(globals(), {}, at_least=dict(num_demos=10, agreement=0, seed=0), at_most=dict(agreement=1))
     transformers.logging.set_verbosity_error()  # it would tell that torchvision is missing, which nothing here needs
     transformers.logging.disable_progress_bar()
     folder = Path(out)
-    try:
+    with writing(out, "out"):
         folder.mkdir(parents=True, exist_ok=True)
         if robot:
             return make_robot_models(folder)
@@ -336,8 +309,6 @@ def main():
         for kind in ("i2v", "ti2v", "t2v"):
             make_checkpoint(folder / kind, kind, vae, tokenizer, text_encoder, seed)
         make_checkpoint(folder / "ti2v_conv", "ti2v", make_conv_vae("ti2v"), tokenizer, text_encoder, seed)
-    except OSError as error:
-        raise UserError(f"out={out}: can't write there ({error})") from error
     print(f"{folder}: {num_demos} demos, {len(PROMPTS)} prompts, models i2v ti2v t2v ti2v_conv of "
           f"{make_transformer(36, 0).num_parameters() / 1e6:.2f} M parameters an expert")
 

@@ -32,7 +32,6 @@ from tqdm import tqdm
 import adapters
 import artifacts
 import checkpoints
-import cost
 import encoders
 import flow
 import fsdp
@@ -161,7 +160,7 @@ stop = fsdp.Stop()
 num_ranks = gpus if dry_run and gpus else world_size
 lora_alpha = lora_alpha or float(lora_rank)
 num_videos = prompts_per_iteration * group_size  # of an iteration
-videos_each = num_videos // num_ranks  # a rank's share
+videos_each = num_videos // world_size  # a rank's share
 first_video = rank * videos_each
 
 with fsdp.all_ranks_agree():
@@ -183,30 +182,22 @@ with fsdp.all_ranks_agree():
         raise UserError('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
     train_prompts = Prompts(data_jsonl, height, width, needs_image=policy.kind != "t2v")
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=policy.kind != "t2v")
-    group_indices(len(train_prompts), prompts_per_iteration, 0, seed)  # are there enough?
     weights = reward.parse_rewards(rewards)
     checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
     if meta:
         changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
-    passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
-    drawn = num_steps * (rollout == "local") + num_sde_steps * recompute_log_prob  # forwards of a video, a pass each
-    described = cost.describe_run(
-        policy, config, latent_shape, num_ranks, device, rollout_batch * passes,
-        videos_each * passes * num_sde_steps * num_inner_epochs, max_iterations, len(policy.expert_names),
-        reference=kl_beta > 0 and not lora_rank, forwards=videos_each * passes * drawn)
-sigmas = flow.sigma_grid(num_steps, shift)
-for line in described + grpo_checks.describe_run(config, sigmas, cost.num_tokens(latent_shape), num_ranks):
-    say(line)
+    sigmas = flow.sigma_grid(num_steps, shift)
+    described = grpo_checks.describe_run(config, policy, latent_shape, guidance, sigmas, device, num_ranks)
+say("\n".join(described))
 if dry_run:
     fsdp.cleanup()
     raise SystemExit(0)
-with fsdp.all_ranks_agree():
-    mesh = fsdp.make_mesh(device, dp_replicate)
 
 # ----------------------------------------------------------------------------- rewards, and what makes the videos
 with fsdp.all_ranks_agree():
+    mesh = fsdp.make_mesh(device, dp_replicate)
     more = reward.parse_rewards(eval_rewards, "eval_rewards") if eval_rewards else []
     all_rewards = reward.load_rewards(dict(weights + more), config, device)  # name -> reward
     train_rewards = {name: all_rewards[name] for name, _ in weights}
@@ -235,8 +226,7 @@ averages = {"ema": ema.shadow} if ema else {}
 start_iteration = meta["step"] if meta else 0
 saved_iteration = meta["step"] if meta else -1  # of the last checkpoint
 if checkpoint:
-    saved = checkpoints.saved_names(checkpoint)
-    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, averages, saved))
+    checkpoints.restore(checkpoint, parameters, optimizer, averages)
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
     say(f"changed    {changed}")
     if start_iteration >= max_iterations:
@@ -283,14 +273,6 @@ def roll_out(iteration, window):
         bar.update(len(of))
     bar.close()
     return records if len(records) * rollout_batch == videos_each else None
-
-
-def rewards_of_all(records, name):
-    """A reward of all the iteration's videos, in order, on every rank -> float64 prompts x members."""
-    everywhere = torch.zeros(num_videos, dtype=torch.float64)
-    for record in records:
-        everywhere[list(record.positions)] = record.rewards[name].double()
-    return torch.tensor(fsdp.reduce_sum(everywhere.tolist()), dtype=torch.float64)
 
 
 def distribution(record, step):
@@ -407,7 +389,7 @@ for iteration in range(start_iteration, max_iterations):
                 step.reference_mean = distribution(record, step).mean.detach().cpu()
 
     # 3. advantages: how much better a video is than the others of its prompt
-    each = {name: rewards_of_all(records, name) for name in train_rewards}  # name -> prompts x members, flat
+    each = {name: wan_rollout.of_all_ranks(records, name, num_videos) for name in train_rewards}  # name -> all videos'
     total = reward.mix(each, weights)
     groups = torch.arange(num_videos) // group_size
     advantages, zero_std_groups = reward.group_advantages(total, groups, global_std, advantage_clip)

@@ -1,5 +1,6 @@
 """Frames to mp4 and back, to a contact sheet; how near two videos are. Frames `f h w c`: uint8, or floats in 0..1."""
 
+import math
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -12,7 +13,7 @@ from guard import UserError
 
 MIN_SIDE = 256  # pixels: smaller videos are enlarged by a whole factor, so that players show them sharp
 CELL_SIDES = (128, 384)  # pixels: least and greatest longer side of a frame in a contact sheet
-SSIM_WINDOW, SSIM_STD = 11, 1.5  # pixels
+SSIM_WINDOW, SSIM_STD = 11, 1.5  # pixels, of a Gaussian
 
 
 def to_uint8(pixels):
@@ -25,11 +26,10 @@ def write_mp4(path, frames, fps):
     """Write uint8 frames [f h w 3] as H.264 that every browser plays; returns the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    factor = -(-MIN_SIDE // max(frames.shape[1:3]))
-    frames = _enlarge(np.asarray(frames), factor)
+    frames = _enlarge(np.asarray(frames), MIN_SIDE)
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # 4:2:0 wants even sizes
-    size = (frames.shape[2], frames.shape[1])
+    size = frames.shape[2:0:-1]  # width, height
     writer = imageio_ffmpeg.write_frames(path, size, fps=fps, quality=8, macro_block_size=2, ffmpeg_log_level="error")
     writer.send(None)
     for frame in frames:
@@ -89,10 +89,7 @@ def psnr(a, b):
 
 
 def ssim(a, b):
-    """Structural similarity of two videos [f h w c], mean over frames and channels (Wang et al. 2004, eq. 13).
-
-    11 x 11 Gaussian window of standard deviation 1.5, whole windows only, K1 = 0.01, K2 = 0.03.
-    """
+    """SSIM of two videos [f h w c], whole windows, mean over frames and channels (Wang et al. 2004, eq. 13)."""
     a, b = _unit(a), _unit(b)
     if min(a.shape[1:3]) < SSIM_WINDOW:
         raise ValueError(f"frames of {a.shape[1]} x {a.shape[2]}: SSIM wants at least {SSIM_WINDOW} x {SSIM_WINDOW}")
@@ -120,13 +117,15 @@ def _unit(frames):
     return frames.double() / 255 if frames.dtype == torch.uint8 else frames.double()
 
 
-def _enlarge(frames, factor):
-    return frames.repeat(factor, axis=1).repeat(factor, axis=2) if factor > 1 else frames
+def _enlarge(frames, least):
+    """Frames [f h w c], repeated pixel by pixel by the least whole factor that makes the longer side `least`."""
+    factor = math.ceil(least / max(frames.shape[1:3]))
+    return frames.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
 def _cell(frame):
     """One uint8 frame [h w 3] as an image of a readable size: a whole factor up, or smoothly down."""
     low, high = CELL_SIDES
-    image = Image.fromarray(_enlarge(np.asarray(frame)[None], -(-low // max(frame.shape[:2])))[0])
+    image = Image.fromarray(_enlarge(np.asarray(frame)[None], low)[0])
     image.thumbnail((high, high), Image.Resampling.LANCZOS)
     return image

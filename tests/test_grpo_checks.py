@@ -106,3 +106,17 @@ def test_the_reference(kept):
     assert torch.equal(parameter.data, start + 0.5)
     with pytest.raises(RuntimeError, match="0.0e.00, want more than 0"):  # switching them off changes nothing
         grpo_checks.check_reference(lambda: torch.ones(2), parameters, before)
+
+
+def test_servers_draw_and_the_trainer_scores_again(monkeypatch):
+    """The forwards without a backward that a rank of two has in an iteration: 6 guided videos, 10 steps, 2 trained."""
+    asked = []
+    monkeypatch.setattr(grpo_checks.cost, "describe_run", lambda *args, **more: asked.append((args, more)) or [])
+    config = SETTINGS | dict(shift=5.0, num_inner_epochs=3)
+    for change, forwards in ((dict(), 12 * 10), (dict(recompute_log_prob=True), 12 * (10 + 2)),
+                             (dict(rollout="sglang"), 12 * 2)):
+        lines = grpo_checks.describe_run(config | change, SimpleNamespace(expert_names=("single",)), (48, 2, 4, 4),
+                                         dict(guidance_scale=5.0, guidance_scale_2=1.0), torch.ones(2), None, 2)
+        args, more = asked.pop()
+        assert more == dict(reference=False, forwards=forwards) and args[5:] == (6 * 2, 6 * 2 * 2 * 3, 5, 1)
+        assert lines[1].endswith("8 tokens a video, 6 videos a rank")
