@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from guard import UserError, release_folders
+from guard import Diverged, UserError, release_folders
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
@@ -119,17 +119,21 @@ def reduce_max(values):
 @contextmanager
 def all_ranks_agree():
     """A UserError in the body on any rank ends all of them, with the message of the first: nobody is left waiting."""
-    found = None
+    kind, message = UserError, ""
     try:
         yield
     except UserError as error:
-        found = type(error), str(error)
+        kind, message = type(error), str(error)
     if dist.is_initialized():
-        of_all = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all, found)
-        found = next(filter(None, of_all), None)
-    if found:
-        kind, message = found
+        text = f"{kind.__name__} {message}" if message else "\0"
+        encoded = torch.frombuffer(bytearray(text.encode()[:2000]), dtype=torch.uint8)
+        bytes_ = torch.zeros(dist.get_world_size(), 2000, dtype=torch.uint8)  # as text: nothing is unpickled
+        bytes_[dist.get_rank(), : len(encoded)] = encoded
+        dist.all_reduce(bytes_)
+        messages = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in bytes_.numpy()]
+        name, _, message = next((m for m in messages if m), "").partition(" ")
+        kind = Diverged if name == "Diverged" else UserError
+    if message:
         error = kind(message)
         error.told = not is_first()  # rank 0 says it
         raise error

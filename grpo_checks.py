@@ -35,6 +35,9 @@ def check_settings(config, world_size):
                             f"num_sde_steps={apart} apart")
     if has("ratio_norm") and settings.ratio_norm and law == "cps":
         mistakes.append("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
+    if has("guidance_scale", "negative_prompt") and not settings.negative_prompt:
+        if settings.guidance_scale != 1 or config.get("guidance_scale_2", 0) not in (0, 1):
+            mistakes.append('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
     if has("warmup_iterations", "max_iterations") and settings.warmup_iterations > settings.max_iterations:
         mistakes.append(f"warmup_iterations={settings.warmup_iterations}: want at most "
                         f"max_iterations={settings.max_iterations}, the whole run")

@@ -7,16 +7,14 @@
 
 One iteration (Flow-GRPO, arXiv 2505.05470):
     1. roll out    group_size videos for each of a few prompts. In a window of steps the sampler is an SDE with the same
-                   marginals as the flow, so that each of those steps is a draw from a Gaussian with a log-probability.
-                   Each video gets a reward.
+                   marginals as the flow: each of those steps is a draw from a Gaussian. Each video gets a reward.
     2. compare     what do the old policy and the reference say of those steps?
     3. advantages  how much better is a video than the others of its prompt?
     4. train       for each video and step of the window: how much more probable is that step under the policy now?
                    ratio = exp(log_prob - old_log_prob), loss = max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))
 Trained are LoRA adapters (or all weights with lora_rank=0); the reference of the KL is the policy before training: the
 model with its adapters off, or as init_lora brought them. Every draw is a function of (seed, iteration, video): neither
-an interruption nor, with one minibatch, the number of GPUs changes a run (more minibatches are drawn from each rank's
-own videos).
+an interruption nor, with one minibatch a pass, the number of GPUs changes a run.
 """
 
 import math
@@ -45,7 +43,7 @@ import sglang_sampler
 from configurator import configure, defaults, save_config
 from data import check_sizes
 from fsdp import say
-from guard import Diverged, UserError, hold_folder
+from guard import Diverged, hold_folder
 from latent_cache import contents
 from plot import MetricsLog, draw_curves
 from prompts import Prompts, group_indices
@@ -178,8 +176,6 @@ with fsdp.all_ranks_agree():
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])  # c f h w
     guidance = wan_model.check_guidance(policy, guidance_scale, guidance_scale_2) | dict(cfg_batched=cfg_batched)
-    if not negative_prompt and (guidance_scale != 1 or guidance["guidance_scale_2"] != 1):
-        raise UserError('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
     train_prompts = Prompts(data_jsonl, height, width, needs_image=policy.kind != "t2v")
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=policy.kind != "t2v")
     weights = reward.parse_rewards(rewards)
@@ -212,14 +208,12 @@ say(sampler.begun())
 load = partial(wan_model.load_expert, policy, device, seed, lora_rank, lora_alpha, lora_targets, init_lora)
 policy.experts = fsdp.load_sharded(policy.expert_names, load, mesh, checkpointing, compile_blocks)
 parameters = wan_model.trainable_parameters(policy)
-if sum(p.numel() for p in parameters.values()) != num_trained:
-    raise RuntimeError(f"{sum(p.numel() for p in parameters.values()):,} trainable parameters, want {num_trained:,}")
+assert sum(p.numel() for p in parameters.values()) == num_trained
 # the policy before training: B = 0, or the adapters to start from; a frozen copy where all weights are trained
 before_training = {name: p.detach().clone() if init_lora else 0.0 for name, p in parameters.items()
                    if lora_rank and (init_lora or ".lora_B." in name)}
-frozen = None
-if kl_beta > 0 and not lora_rank:
-    frozen = fsdp.load_sharded(policy.expert_names, partial(load, trainable=False), mesh, checkpointing, compile_blocks)
+frozen = fsdp.load_sharded(policy.expert_names if kl_beta > 0 and not lora_rank else (),
+                           partial(load, trainable=False), mesh, checkpointing, compile_blocks)
 optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_decay, fused=device.type == "cuda")
 ema = fsdp.EMA(parameters, ema_decay) if ema_decay > 0 else None
 averages = {"ema": ema.shadow} if ema else {}
@@ -227,8 +221,7 @@ start_iteration = meta["step"] if meta else 0
 saved_iteration = meta["step"] if meta else -1  # of the last checkpoint
 if checkpoint:
     checkpoints.restore(checkpoint, parameters, optimizer, averages)
-    say(f"resumed    {checkpoint}: iteration {start_iteration}")
-    say(f"changed    {changed}")
+    say(f"resumed    {checkpoint}: iteration {start_iteration}\nchanged    {changed}")
     if start_iteration >= max_iterations:
         say(f"done       {start_iteration} of {max_iterations} iterations; a larger max_iterations goes on")
 steps = loop.OptimizerSteps(optimizer, parameters, grad_clip, max_bad_steps, meta["skipped_steps"] if meta else 0)
