@@ -14,6 +14,14 @@ from diffusers import WanTransformer3DModel
 from flow import expert_share
 from guard import UserError
 
+RANDOM = {  # full-size shapes for `model="random:NAME"`: measuring speed and memory without a download
+    "i2v-a14b": dict(experts=2, boundary_ratio=0.9, num_attention_heads=40, num_layers=40, ffn_dim=13824,
+                     in_channels=36),
+    "t2v-a14b": dict(experts=2, boundary_ratio=0.875, num_attention_heads=40, num_layers=40, ffn_dim=13824),
+    "t2v-1.3b": dict(experts=1, boundary_ratio=None, num_attention_heads=12, num_layers=30, ffn_dim=8960),
+    "ti2v-5b": dict(experts=1, boundary_ratio=None, num_attention_heads=24, num_layers=30, ffn_dim=14336,
+                    in_channels=48, out_channels=48, expand_timesteps=True),
+}
 KEPT = dict(none=53, selective=6, full=2)  # bytes kept for the backward, a token, layer and unit of width, in bf16
 A14B = dict(num_attention_heads=40, attention_head_dim=128, num_layers=40, ffn_dim=13824)
 # GPU -> compiled or not -> (checkpointing, seconds a step at 27,216 and at 54,432 tokens), by bench.py: A14B, LoRA rank
@@ -143,8 +151,8 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
 
     def memory(checkpointing):
         return estimate_memory(wan.config, tokens * micro_batch, num_experts, ranks // config["dp_replicate"],
-                               wan.dtype, lora_rank, config["lora_targets"], checkpointing, config["ema_decay"] > 0,
-                               reference, compiled, per_token)
+                               wan.dtype, lora_rank, config["lora_targets"], checkpointing,
+                               config.get("ema_decay", 0) > 0, reference, compiled, per_token)
 
     def flops(checkpointing):
         trained = training_flops(wan.config, tokens, lora_rank > 0, text_tokens, checkpointing)
@@ -189,8 +197,6 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
 
 def table():
     """-> markdown: the fastest checkpointing that fits on so many cards, and the GiB that it takes of each."""
-    from model import describe  # which imports this file
-
     attention, mlp = "to_q,to_k,to_v,to_out.0", ",ffn.net.0.proj,ffn.net.2"
     cards = [(gpus, gb, gib) for gb, gib in ((80, 79), (141, 139)) for gpus in (1, 2, 4, 8)]  # GiB as torch sees them
     rows = ["| | " + " | ".join(f"{gpus} x {gb} GB" for gpus, gb, _ in cards) + " |", "|---" * (len(cards) + 1) + "|"]
@@ -202,10 +208,12 @@ def table():
         ("A14B RGB, all weights", "i2v-a14b", 27_216, 0, ""),
         ("TI2V-5B RGB, LoRA rank 64", "ti2v-5b", 2 * 7_056, 64, attention + mlp),
     ):
-        wan, cells = describe(f"random:{model}"), []
+        shape, cells = RANDOM[model] | dict(attention_head_dim=128), []
+        experts, per_token = shape.pop("experts"), shape.pop("expand_timesteps", False)
+        del shape["boundary_ratio"]
         for gpus, _, gib in cards:
-            estimates = [(c, estimate_memory(wan.config, tokens, len(wan.expert_names), gpus, torch.bfloat16, rank,
-                                             targets, c, False, per_token=wan.kind == "ti2v")) for c in KEPT]
+            estimates = [(c, estimate_memory(shape, tokens, experts, gpus, torch.bfloat16, rank, targets, c, False,
+                                             per_token=per_token)) for c in KEPT]
             cells.append(next((f"{c} {sum(size.values()):.0f}" for c, size in estimates if fits(size, gib)), "-"))
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)

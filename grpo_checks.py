@@ -72,26 +72,22 @@ def check_settings(config, world_size):
 
 
 def describe_run(config, policy, latent_shape, guidance, sigmas, device, world_size):
-    """Lines that tell what will run, before any weight is loaded."""
-    c, tokens = config, cost.num_tokens(latent_shape)
-    yield (f"model      {c['model']}: {policy.kind}, {len(policy.expert_names)} x "
-           f"{cost.count_parameters(policy.config):,} parameters, boundary {policy.boundary_ratio}, guidance "
-           f"{guidance['guidance_scale']:g} (high) {guidance['guidance_scale_2']:g} (low)")
-    num_passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
-    estimate = cost.estimate_memory(
-        policy.config, tokens * c["rollout_batch"] * num_passes, len(policy.expert_names),
-        world_size // c["dp_replicate"], policy.dtype, c["lora_rank"], c["lora_targets"], c["checkpointing"],
-        c["ema_decay"] > 0, reference=c["kl_beta"] > 0 and not c["lora_rank"])
-    yield (f"memory     about {sum(estimate.values()):.1f} GiB a GPU in training, without VAE and rewards: weights "
-           f"{estimate['weights']:.1f}, trained state {estimate['state']:.1f}, activations "
-           f"{estimate['activations']:.1f}")
-    if device.type == "cuda" and sum(estimate.values()) > torch.cuda.get_device_properties(device).total_memory / 2**30:
-        yield "warning    that is more than the GPU has: lower rollout_batch, set checkpointing=full, or use more GPUs"
-    yield (f"grid       {c['num_steps']} steps, shift {c['shift']:g}: "
-           + " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist()))
-    yield (f"rollout    {c['prompts_per_iteration']} prompts x {c['group_size']}, {c['law']} at noise level "
-           f"{c['noise_level']:g} in {c['num_sde_steps']} steps of {c['sde_window']}, {tokens:,} tokens a video, "
-           f"{c['prompts_per_iteration'] * c['group_size'] // world_size} videos a rank")
+    """-> lines that tell what will run, before any weight is loaded. UserError as in cost.describe_run."""
+    c = config
+    passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
+    videos = c["prompts_per_iteration"] * c["group_size"] // world_size  # of a rank
+    rolled = c["num_steps"] if c.get("rollout", "local") == "local" else 0  # steps without a backward pass
+    rolled += c["num_sde_steps"] * c.get("recompute_log_prob", False)
+    lines = cost.describe_run(
+        policy, c, latent_shape, world_size, device, c["rollout_batch"] * passes,
+        videos * passes * c["num_sde_steps"] * c["num_inner_epochs"], c["max_iterations"], len(policy.expert_names),
+        reference=c.get("kl_beta", 0) > 0 and not c["lora_rank"], forwards=videos * passes * rolled)
+    sigmas = " ".join(f"{sigma:.3f}" for sigma in sigmas.tolist())
+    lines.append(f"grid       {c['num_steps']} steps, shift {c['shift']:g}: {sigmas}")
+    lines.append(f"rollout    {c['prompts_per_iteration']} prompts x {c['group_size']}, {c['law']} at noise level "
+                 f"{c['noise_level']:g} in {c['num_sde_steps']} steps of {c['sde_window']}, "
+                 f"{cost.num_tokens(latent_shape):,} tokens a video, {videos} videos a rank")
+    return lines
 
 
 def self_check(policy, parameters, before_training, record, sigmas, distribution, config, drift):

@@ -19,17 +19,10 @@ from diffusers import DiffusionPipeline, WanTransformer3DModel
 from huggingface_hub import save_torch_state_dict, snapshot_download
 
 from adapters import adapter_name, add_lora, clean_name, export_lora, load_lora, read_lora
+from cost import RANDOM
 from guard import UserError, first_line, replace_folder, user_errors
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
-RANDOM = {  # full-size shapes for `model="random:NAME"`: measuring speed and memory without a download
-    "i2v-a14b": dict(experts=2, boundary_ratio=0.9, num_attention_heads=40, num_layers=40, ffn_dim=13824,
-                     in_channels=36),
-    "t2v-a14b": dict(experts=2, boundary_ratio=0.875, num_attention_heads=40, num_layers=40, ffn_dim=13824),
-    "t2v-1.3b": dict(experts=1, boundary_ratio=None, num_attention_heads=12, num_layers=30, ffn_dim=8960),
-    "ti2v-5b": dict(experts=1, boundary_ratio=None, num_attention_heads=24, num_layers=30, ffn_dim=14336,
-                    in_channels=48, out_channels=48, expand_timesteps=True),
-}
 
 
 @dataclass

@@ -29,7 +29,7 @@ import encoders
 import fsdp
 import geometry
 import video
-from configurator import check_values, configure
+from configurator import check_values, configure, given
 from data import check_sizes, open_demos, parse_box, point_cell, rgb_cell
 from geometry import denormalise_points, normalise_points
 from guard import UserError, hold_folder, writing
@@ -122,6 +122,13 @@ def frames_to_check(demos):
     return clips, images, cameras
 
 
+def inspection_path():
+    """In the cache of the data; where only data was given, the default cache is another's: out/inspect_NAME.png."""
+    if "data" in given and "cache_dir" not in given:
+        return Path("out") / f"inspect_{Path(data).stem}.png"
+    return Path(cache_dir) / "inspect.png"
+
+
 def run_inspection():
     """Contact sheet and verdict; UserError if the recordings are not what training expects."""
     demos = open_demos(config)
@@ -143,7 +150,7 @@ def run_inspection():
             rows.append((f"{view} depth {near:.2f}..{far:.2f} m", (turbo * 255).astype(np.uint8)))
             rows.append((f"{view} xyz as colour", (colours * 255).astype(np.uint8)))
     with writing(cache_dir, "cache_dir"):
-        sheet = video.contact_sheet(Path(cache_dir) / "inspect.png", rows)
+        sheet = video.contact_sheet(inspection_path(), rows)
     print(f"contact sheet {sheet}: look whether it is upright")
 
     if not has_depth:

@@ -153,7 +153,7 @@ for expert in wan.expert_names:
     fsdp.wrap_blocks(transformer, "none", compile_blocks)
     wan.experts[expert] = fsdp.shard(transformer, mesh)
 if checkpoint:
-    kind = "ema" if settings["ema_decay"] > 0 else "parameter"
+    kind = "ema" if settings.get("ema_decay", 0) > 0 else "parameter"
     tensors = {f"{kind}.{name}": p.detach() for name, p in wan_model.trainable_parameters(wan).items()}
     with fsdp.all_ranks_agree():
         if missing := sorted(tensors.keys() - checkpoints.saved_names(checkpoint)):

@@ -18,7 +18,7 @@ import encoders
 import tiny
 from data import join_cells, open_demos, point_cell, rgb_cell
 from guard import UserError
-from helpers import REPOSITORY, held_by_another
+from helpers import REPOSITORY, held_by_another, script
 from latent_cache import LatentCache, collate
 from read_hdf5 import RobotDemos
 from recordings import Window
@@ -400,12 +400,16 @@ def test_a_cache_opens_without_its_recordings(prepare, tmp_path):
     assert cache.sample(cache.train[0])["latents"].shape == (16, 2, 4, 8)
 
 
-def test_inspection(world, prepare, tmp_path, capsys):
+def test_inspection(world, prepare, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as leave:
         prepare(inspect=True, model="none")  # looks at recordings alone
     assert not leave.value.code
     assert capsys.readouterr().out.splitlines()[-1].split() == ["verdict", "PASS"]
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["inspect.png"]
+    monkeypatch.chdir(tmp_path)  # without a cache_dir: never into the default one, which is the tiny world's
+    with pytest.raises(SystemExit):
+        script("prepare_robocasa.py", data=world / "robot.hdf5", inspect=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["inspect_robot.png"]
 
     path = tmp_path / "robot.hdf5"
     shutil.copy(world / "robot.hdf5", path)
