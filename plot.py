@@ -73,10 +73,9 @@ def _as_line(row):
 
 
 def read_metrics(path):
-    """metrics.jsonl -> list of dicts in step order.
+    """metrics.jsonl -> list of dicts in step order. A line cut short by a kill is skipped.
 
-    A line cut short by a kill is skipped. Where a resumed run starts again at an earlier step, its lines replace the
-    old ones from that step on.
+    Where a resumed run starts again at an earlier step, its lines replace the old ones from that step on.
     """
     rows = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():

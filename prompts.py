@@ -83,8 +83,7 @@ class Prompts:
     def image(self, index):
         """The given image of a line -> 3 h w float32 in -1..1.
 
-        Scaled to cover height x width without a change of its proportions, bicubic and antialiased, then cut to the
-        centre: an image of another shape loses its edges, never gets stretched.
+        Scaled to cover height x width, bicubic and antialiased, then cut to the centre: never stretched.
         """
         image = self._open(self.metadata[index], self.lines[index])
         image = ImageOps.fit(image, (self.width, self.height), Image.Resampling.BICUBIC)
@@ -98,9 +97,8 @@ class Prompts:
 def group_indices(num_prompts, prompts_per_iteration, iteration, seed):
     """The prompts of an iteration, a pure function of (seed, iteration) -> list of prompts_per_iteration indices.
 
-    The stream of all iterations is one permutation of the file after another, each prompt once an epoch. An iteration
-    that ends one epoch and begins the next would repeat prompts: those it has are moved back in the new permutation.
-    Raises UserError if an iteration wants more prompts than there are.
+    One permutation of the file after another, each prompt once an epoch. An iteration that ends one epoch and begins
+    the next would repeat prompts: those it has are moved back in the new permutation.
     """
     if not 1 <= prompts_per_iteration <= num_prompts:
         raise UserError(f"prompts_per_iteration={prompts_per_iteration}: want 1 to {num_prompts}, all there are")

@@ -232,7 +232,7 @@ class Settings(dict):
 def load_rewards(names, config, device="cpu"):
     """Names, or a specification for parse_rewards -> {name: reward}, models loaded and servers reached.
 
-    config: the script's settings, {name: value}. Raises UserError.
+    config: the script's settings, {name: value}.
     """
     names = dict(parse_rewards(names)) if isinstance(names, str) else names
     return {name: REWARDS["http" if is_url(name) else name](name, Settings(config, name), device) for name in names}

@@ -191,8 +191,7 @@ def make_robot_hdf5(path, num_demos, agreement=1.0, seed=0):
 def make_prompts(folder, seed=0):
     """Write train.jsonl, eval.jsonl and their images: 6 starts of each prompt for training, 3 for evaluation.
 
-    Two colours are kept for evaluation whole: with all directions, for a colour whose "left" is never rewarded would
-    teach that this colour does not move left.
+    Two colours are evaluation's alone: one whose "left" is never rewarded would teach that it does not move left.
     """
     rng = np.random.default_rng((seed, 1_000_000))  # away from the demonstrations' starts
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -219,20 +218,19 @@ def make_vae(seed=0):
 
 def make_robot_vae(demos):
     """The same for recordings, with ROBOT_Z channels: statistics of their training demos' RGB, pointmaps too if any."""
-    windows = [window for window in demos.windows(9, 24) if window.split == "train"]
+    seen = [(window, view, 9) for window in demos.windows(9, 24) if window.split == "train" for view in demos.views]
     size = robot_cell, robot_cell
-    clips = [rgb_cell(demos.rgb(window, view, 9), *size) for window in windows for view in demos.views]
+    clips = [rgb_cell(demos.rgb(*clip), *size) for clip in seen]
     if demos.pointmaps:
-        clips += [point_cell(*demos.points(window, view, 9), parse_box(robot_box), *size)[0]
-                  for window in windows for view in demos.views]
+        clips += [point_cell(*demos.points(*clip), parse_box(robot_box), *size)[0] for clip in seen]
     return fitted_vae(torch.stack(clips), ROBOT_Z)
 
 
 def fitted_vae(pixels, z_dim):
     """The DCT autoencoder with the latent statistics of pixels b 3 f h w in -1..1.
 
-    Each channel is divided by the square root of its standard deviation: full whitening would make the high
-    frequencies, which hardly show, as loud as the picture itself; none would drown everything but the mean.
+    Each channel is divided by the square root of its standard deviation: by all of it, the high frequencies, which
+    hardly show, would be as loud as the picture; by nothing, all but the mean would drown.
     """
     latents = AutoencoderDCT(z_dim).encode(pixels).latent_dist.mode().transpose(0, 1).flatten(1).double()  # z n
     mean, std = latents.mean(1), latents.std(1).sqrt()

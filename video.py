@@ -52,10 +52,9 @@ def read_mp4(path):
 
 
 def contact_sheet(path, rows, num_columns=6, title=""):
-    """Write a PNG of labelled rows under a title; returns the path.
+    """Write a PNG of rows (label, uint8 frames [f h w 3]), of any sizes and lengths, under a title; returns the path.
 
-    rows: list of (label, uint8 frames [f h w 3]). Each row shows up to num_columns frames evenly spaced in time, the
-    first and the last among them, under their frame numbers. Rows may differ in size and in length.
+    A row shows up to num_columns frames evenly spaced in time, the first and the last among them, under their numbers.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,20 +62,21 @@ def contact_sheet(path, rows, num_columns=6, title=""):
     strips = []
     for label, frames in rows:
         indices = np.linspace(0, len(frames) - 1, min(num_columns, len(frames))).round().astype(int)
-        strips.append((label, indices, [_cell(frames[index]) for index in indices]))
-    gutter = int(max(font.getlength(label) for label, _, _ in strips)) + 2 * gap
-    width = gutter + max(len(cells) * (cells[0].width + gap) for _, _, cells in strips)
+        strips.append((label, {index: _cell(frames[index]) for index in indices}))
+    gutter = int(max(font.getlength(label) for label, _ in strips)) + 2 * gap
+    width = gutter + max(len(cells) * (cells[0].width + gap) for _, cells in strips)
     top = 40 if title else 20
-    height = top - 20 + sum(cells[0].height + 20 for _, _, cells in strips) + gap
+    height = top - 20 + sum(cells[0].height + 20 for _, cells in strips) + gap
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
     draw.text((gap, 4), title, "black", font)
-    for label, indices, cells in strips:
+    for label, cells in strips:
         draw.text((gap, top + cells[0].height // 2), label, "black", font, anchor="lm")
-        for column, (index, cell) in enumerate(zip(indices, cells, strict=True)):
-            left = gutter + column * (cell.width + gap)
+        left = gutter
+        for index, cell in cells.items():
             draw.text((left, top - 3), str(index), "gray", font, anchor="ls")
             sheet.paste(cell, (left, top))
+            left += cell.width + gap
         top += cells[0].height + 20
     sheet.save(path)
     return path
