@@ -173,8 +173,10 @@ class Stop:
         self.at_once = True
         if self.requested:
             self._leave()
-        yield
-        self.at_once = False
+        try:
+            yield
+        finally:
+            self.at_once = False
 
 
 # ----------------------------------------------------------------------------- sharding

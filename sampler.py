@@ -153,29 +153,35 @@ class Sampler:
             if self.stop.anywhere():
                 return
             batch = slice(start, start + size)
-            with self.phases("roll"):
-                with fsdp.all_ranks_agree():  # where an image is gone
-                    condition, text, negative_text = self.conditions(prompts, indices[batch])
-                # a video's noise, the first and each step's, comes from one generator of its own
-                generators = [torch.Generator().manual_seed(seed) for seed in seeds[batch]]
-                noise = torch.stack([torch.randn(self.latent_shape, generator=g) for g in generators]).to(self.device)
-                law = {name: self.config[name] for name in ("law", "noise_level")}
-                latents, steps = sample(self.policy, noise, condition, text, negative_text, self.sigmas,
-                                        **self.guidance, **law, window=window, generators=generators)
-            finite = latents.isfinite().all()
-            if self.policy.kind == "ti2v" and finite and not torch.equal(latents[:, :, :1], condition):
-                raise RuntimeError("the given frame changed in the rollout")
-            with self.phases("decode"):
-                pixels = self.decode(latents, prompts)
-            on_cpu = [x.cpu() if x is not None else None for x in (condition, text, negative_text)]
-            yield rollout.Record(positions[batch], *on_cpu, steps, {}), pixels
+            yield self._batch(prompts, positions[batch], indices[batch], seeds[batch], window)
+
+    def _batch(self, prompts, positions, indices, seeds, window):
+        """Apart from roll_out, so that what it needs is free while rewards score its videos."""
+        with self.phases("roll"):
+            with fsdp.all_ranks_agree():  # where an image is gone
+                condition, text, negative_text = self.conditions(prompts, indices)
+            # a video's noise, the first and each step's, comes from one generator of its own
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            noise = torch.stack([torch.randn(self.latent_shape, generator=g) for g in generators]).to(self.device)
+            law = {name: self.config[name] for name in ("law", "noise_level")}
+            latents, steps = sample(self.policy, noise, condition, text, negative_text, self.sigmas, **self.guidance,
+                                    **law, window=window, generators=generators)
+        finite = latents.isfinite().all()
+        if self.policy.kind == "ti2v" and finite and not torch.equal(latents[:, :, :1], condition):
+            raise RuntimeError("the given frame changed in the rollout")
+        with self.phases("decode"):
+            pixels = self.decode(latents, prompts)
+        on_cpu = [x.cpu() if x is not None else None for x in (condition, text, negative_text)]
+        return rollout.Record(positions, *on_cpu, steps, {}), pixels
 
     @torch.no_grad()
     def generate(self, prompts, indices, seeds):
         """Videos b f 3 h w in 0..1 of prompts by the ODE's num_eval_steps."""
         noise = torch.stack([torch.randn(self.latent_shape, generator=torch.Generator().manual_seed(seed))
                              for seed in seeds]).to(self.device)
-        latents = sample(self.policy, noise, *self.conditions(prompts, indices), self.eval_sigmas, **self.guidance)[0]
+        with fsdp.all_ranks_agree():  # where an image is gone
+            conditions = self.conditions(prompts, indices)
+        latents = sample(self.policy, noise, *conditions, self.eval_sigmas, **self.guidance)[0]
         return self.decode(latents, prompts)
 
     def sync(self, parameters):

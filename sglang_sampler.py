@@ -144,15 +144,17 @@ class SGLangSampler:
                      for n, (index, seed) in enumerate(zip(indices, seeds, strict=True))]
         for start in range(0, len(positions), size):
             if self.stop.anywhere():
-                self.client.cancel(asked[start:])
+                self.client.cancel(asked)
                 return
-            with self.phases("roll"), fsdp.all_ranks_agree():
-                answers = [future.result() for future in asked[start : start + size]]
-                record, pixels = record_of(self.policy, self.config, self.sigmas, positions[start : start + size],
-                                           answers, window)
-            self.phases.add("in_server", sum(answer.seconds for answer in answers))
-            asked[start : start + size] = [None] * size  # answers are large
-            yield record, pixels.to(self.device)
+            yield self._batch(positions[start : start + size], [asked.pop(0) for _ in range(size)], window)
+
+    def _batch(self, positions, asked, window):
+        """Apart from roll_out, so that the answers are free while rewards score their videos."""
+        with self.phases("roll"), fsdp.all_ranks_agree():
+            answers = [future.result() for future in asked]
+            record, pixels = record_of(self.policy, self.config, self.sigmas, positions, answers, window)
+        self.phases.add("in_server", sum(answer.seconds for answer in answers))
+        return record, pixels.to(self.device)
 
     def generate(self, prompts, indices, seeds):
         """Videos b f 3 h w in 0..1 of prompts by the ODE's num_eval_steps."""

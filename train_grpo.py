@@ -142,10 +142,10 @@ save_interval = 25  # iterations between checkpoints
 keep_last = 2  # checkpoints kept; 0: all
 config = configure(globals())
 MAY_CHANGE = {  # settings that a resumed run may change
-    "out_dir", "resume", "dry_run", "gpus", "gpu_gib", "gpu", "rollout", "max_iterations", "eval_interval",
-    "eval_rewards", "num_eval_samples", "num_eval_videos", "num_eval_steps", "fps", "device", "checkpointing",
-    "compile_blocks", "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps", "reward_timeout",
-    *(name for name in config if name.startswith(("sglang_", "lora_sync"))), "trainer_devices", "drift_interval",
+    "out_dir", "resume", "dry_run", "rollout", "max_iterations", "eval_interval", "eval_rewards", "fps", "device",
+    "checkpointing", "compile_blocks", "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps",
+    "reward_timeout", "trainer_devices", "drift_interval",
+    *(name for name in config if name.startswith(("gpu", "num_eval_", "sglang_", "lora_sync"))),
     *(["rollout_batch"] if num_minibatches == 1 else []),  # of which minibatches are made
 }
 if trainer_devices:
@@ -158,8 +158,8 @@ stop = fsdp.Stop()
 num_ranks = gpus if dry_run and gpus else world_size
 lora_alpha = lora_alpha or float(lora_rank)
 num_videos = prompts_per_iteration * group_size  # of an iteration
-videos_each = num_videos // world_size  # a rank's share
-first_video = rank * videos_each
+videos_each = num_videos // world_size
+mine = range(rank * videos_each, (rank + 1) * videos_each)  # this rank's share
 
 with fsdp.all_ranks_agree():
     grpo_checks.check_settings(config, num_ranks)
@@ -182,8 +182,7 @@ with fsdp.all_ranks_agree():
     checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
-    if meta:
-        changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
+    changed = meta and checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
     sigmas = flow.sigma_grid(num_steps, shift)
     described = grpo_checks.describe_run(config, policy, latent_shape, guidance, sigmas, device, num_ranks)
 say("\n".join(described))
@@ -248,19 +247,19 @@ def roll_out(iteration, window):
     """This rank's share of an iteration's videos, scored -> list of rollout.Record, or None where a stop was asked."""
     groups = group_indices(len(train_prompts), prompts_per_iteration, iteration, seed)  # a prompt each
     assert len(set(groups)) == prompts_per_iteration, groups
-    mine = range(first_video, first_video + videos_each)
     prompt_of = [groups[n // group_size] for n in mine]
     seeds = [flow.seed_of(seed, iteration, n) for n in mine]
     # a server's numbers are compared first with B = 0, then with a LoRA to be seen, then now and then
     measured = iteration - start_iteration < 2 or iteration % drift_interval == 0
     records, bar = [], tqdm(total=videos_each, desc="rollout", leave=False, disable=None if is_main else True)
     for record, pixels in sampler.roll_out(train_prompts, mine, prompt_of, seeds, window, measured):
-        of = [prompt_of[n - first_video] for n in record.positions]
+        of = [prompt_of[n - mine.start] for n in record.positions]
         texts, metadata = [train_prompts.prompts[i] for i in of], [train_prompts.metadata[i] for i in of]
-        with phase("reward"), fsdp.all_ranks_agree():
+        with fsdp.all_ranks_agree():
             if not (pixels.isfinite().all() and record.steps[-1].next_latents.isfinite().all()):
                 raise Diverged(f"iteration {iteration}: got NaN or infinity in a rollout of {texts[0]!r}: lower lr or "
                                "noise_level")
+        with phase("reward"), fsdp.all_ranks_agree():
             record.rewards = reward.score(train_rewards, pixels, texts, metadata)
         records.append(record)
         bar.update(len(of))
@@ -311,10 +310,11 @@ def not_finite(losses, iteration):
 def evaluate(iteration):
     """Rewards of held-out videos with the averaged weights: mean and standard error; printed, logged, drawn."""
     started = time.time()
-    with stop.leaves_at_once(), ema.swapped_in() if ema else nullcontext():
+    with ema.swapped_in() if ema else nullcontext():
         sampler.sync(parameters)
-        means, errors = held_out.score(sampler, all_rewards, eval_prompts, config, iteration, rank, world_size)
-        sampler.release()
+        with stop.leaves_at_once():
+            means, errors = held_out.score(sampler, all_rewards, eval_prompts, config, iteration, rank, world_size)
+    sampler.release()
     say(f"eval {iteration:03d}/{max_iterations} | "
         + " | ".join(f"{name} {means[name]:.4f} +- {errors[name]:.4f}" for name in means)
         + f" | {num_eval_samples} held-out videos, {time.time() - started:.1f} s")
@@ -361,8 +361,8 @@ for iteration in range(start_iteration, max_iterations):
     window = wan_rollout.draw_window(num_sde_steps, sde_window, seed, iteration)
     with saving(iteration):
         sampler.sync(parameters)
-        records = roll_out(iteration, window)
-        sampler.release()
+        if (records := roll_out(iteration, window)) is not None:
+            sampler.release()
     if records is None:
         save(iteration)  # nothing has been trained on this iteration's videos yet
         say(f"stopped: {stop.name}; the same command resumes")
