@@ -4,9 +4,8 @@
     python prepare_robocasa.py config/robocasa_i2v.py --inspect=True  # look first: contact sheet and verdict, no model
     torchrun --nproc_per_node=4 prepare_robocasa.py config/robocasa_i2v.py
 
-Every cell (a view's RGB or its pointmap) is encoded by itself; the first frame of a window is the given one. The cache
-has three parts, rgb, pointmap and condition, and carries a fingerprint of everything that shaped it. Run it again after
-an interruption and it continues; after a change of settings it says what became stale, and --force=True rebuilds that.
+Every cell (a view's RGB or its pointmap) is encoded by itself; the first frame of a window is the given one. Run again
+after an interruption it continues; after a change of settings it says what became stale, and --force=True rebuilds it.
 
 Data: data/demo_N/obs/<view>_image uint8 (frames, h, w, 3), data/demo_N.attrs["ep_meta"] with "lang"; for pointmaps
 <view>_depth (metres along the optical axis), <view>_intrinsics and <view>_extrinsics (camera-to-world) per frame.

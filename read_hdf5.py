@@ -131,8 +131,8 @@ class RobotDemos:
             end = window.start + min(window.length, num_frames)
             frames = self.file[f"data/{window.demo}/obs/{name}"][window.start : end]
         except OSError as error:
-            damage = f"{window.demo}/{name} is damaged ({first_line(error)})"
-            raise UserError(f"data={self.path}: {damage}: copy the file again") from None
+            raise UserError(f"data={self.path}: {window.demo}/{name} is damaged ({first_line(error)}): copy the file "
+                            "again") from None
         return hold_last(frames, num_frames)
 
     def rgb(self, window, view, num_frames):
@@ -153,9 +153,8 @@ class RobotDemos:
         masks = {split: mask_names(mask) for split, mask in self.file.get("mask", {}).items()
                  if isinstance(mask, h5py.Dataset) and mask.ndim == 1}
         found = {"data_content": content_hash([Path(self.path)]), "masks": json_hash(masks)}
-        return found | {"cameras": self._hash_cameras()} if self.pointmaps else found
-
-    def _hash_cameras(self):
+        if not self.pointmaps:
+            return found
         digest = hashlib.sha256()
         for demo in self.file["data"]:
             for name in [f"{view}_{kind}" for view in self.views for kind in ("intrinsics", "extrinsics")]:
@@ -164,4 +163,4 @@ class RobotDemos:
                     digest.update(f"{demo} {name} {array.shape}".encode())
                     for frame in (0, len(array) - 1):
                         digest.update(self._read(Window(demo, frame, 1, ""), name, 1).tobytes())
-        return digest.hexdigest()[:16]
+        return found | {"cameras": digest.hexdigest()[:16]}
