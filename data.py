@@ -13,7 +13,7 @@ from guard import UserError
 from read_hdf5 import RobotDemos
 
 # ----------------------------------------------------------------------------- demonstrations
-# A reader's __init__ names the settings it wants and checks all metadata. It has
+# A reader's __init__ names the settings it wants and checks all metadata. It has (in brackets: recordings.py's help)
 #   views, pointmaps             [camera], the columns of the grid; whether depth and cameras are wanted too
 #   splits, num_frames, prompts  {demo: "train" | "val"}, {demo: frames}, {demo: instruction}; train first
 #   windows(num_frames, window_stride, pad_short)  -> [Window]; sets skipped, [(demo, frames)] of the demos too short,
@@ -23,7 +23,6 @@ from read_hdf5 import RobotDemos
 #   points(window, view, num_frames)               -> xyz f h w 3 in metres, valid f h w (world_points)
 #   image_size(demo, view), has_depth(demo)        -> (h, w) as recorded; whether all views have depth and cameras
 #   fingerprint()                                  -> {name: value} of what shapes a cache; "cameras": pointmaps alone
-# recordings.py has what stands in brackets, for every reader.
 
 
 def open_demos(config):

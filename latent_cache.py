@@ -10,6 +10,7 @@ last). A unit that was made from anything else than the settings at hand is refu
 
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -192,12 +193,13 @@ def collate(samples, text, device, given=True):
     return batch[0], batch[1] if given else None, text
 
 
+@lru_cache(maxsize=4)
+def _permutation(num_samples, seed, epoch):
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
 def batch_indices(num_samples, batch_size, step, seed):
     """The global batch of a step (a rank takes its slice): positions step * batch_size onwards of an endless stream of
     epochs, each a permutation seeded by (seed, epoch). Nothing to store or to restore."""
-    epoch, start = divmod(step * batch_size, num_samples)
-    indices = []
-    while len(indices) < start + batch_size:
-        indices += np.random.default_rng([seed, epoch]).permutation(num_samples).tolist()
-        epoch += 1
-    return indices[start : start + batch_size]
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    return [int(_permutation(num_samples, seed, at // num_samples)[at % num_samples]) for at in positions]

@@ -173,7 +173,7 @@ with fsdp.all_ranks_agree():
                  one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))
     kind = kind_of(model)
     z_dim, stride = encoders.latent_geometry(model)
-    check_sizes(num_frames, cell_height, cell_width, stride)
+    check_sizes(num_frames, *size, stride)
     demos = open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
@@ -186,10 +186,8 @@ with fsdp.all_ranks_agree():
         hold_folder(cache_dir, "cache_dir")  # nobody else changes what is looked at now
 
 with fsdp.all_ranks_agree():
-    # What is stale, and what is still to do: {unit: windows to encode}, prompts for the text.
     units = fingerprints(config, kind, demos)
-    todo, rebuild, need = {}, [], 0
-    latent_frames = (num_frames - 1) // stride[0] + 1
+    todo, rebuild, need = {}, [], 0  # {unit: windows to encode, prompts for the text}, stale units, bytes
     for unit, fingerprint in units.items():
         if unit.split("/")[0] not in asked:
             continue
@@ -205,9 +203,9 @@ with fsdp.all_ranks_agree():
             numbers = max_text_tokens * 4096  # UMT5-XXL's width
         else:
             todo[unit] = [window for window in windows if window.key not in done]
-            frames = latent_frames if kind == "i2v" or unit in ("rgb", "pointmap") else 1
+            frames = (num_frames - 1) // stride[0] + 1 if kind == "i2v" or unit in ("rgb", "pointmap") else 1
             numbers = len(demos.views) * z_dim * frames * (cell_height // stride[1]) * (cell_width // stride[2])
-        need += len(todo[unit]) * numbers * DTYPES[cache_dtype].itemsize  # bytes
+        need += len(todo[unit]) * numbers * DTYPES[cache_dtype].itemsize
 
     free = shutil.disk_usage(root).free
     if need > free:
@@ -216,8 +214,7 @@ with fsdp.all_ranks_agree():
                         f"another disk{smaller}")
 
     if todo.get("pointmap") or todo.get("condition/pointmap"):
-        # Every depth frame is read once, a hundredth of the time that encoding takes, so that a NaN in the last demo
-        # is found now and not in an hour.
+        # A hundredth of the time that encoding takes, and a NaN in the last demo is found now and not in an hour.
         for demo in tqdm(list(demos.splits)[rank::world_size], "check depth", disable=None if rank == 0 else True):
             for view in demos.views:
                 demos.camera(whole(demos, demo), view, demos.num_frames[demo])

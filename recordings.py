@@ -1,8 +1,7 @@
 """What all readers of recordings share: windows, held-out demos, points in the world, the identity of files.
 
 A reader takes all_windows and world_points into its class as they are and calls the others; what it must have stands
-above data.open_demos. Cameras are OpenCV's: x right, y down, z forward. K is in pixels whose centres lie at +0.5, E is
-camera-to-world, depth is in metres along the optical axis.
+above data.open_demos. Cameras are those of geometry.py.
 """
 
 import hashlib

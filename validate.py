@@ -117,10 +117,7 @@ def scores(cells, truth, valid, box, task=None):
 
 
 def mean_scores(clips):
-    """Scores of this rank's clips, a dict each -> their means over the clips of all ranks that have them. Collective.
-
-    Clips may lack a score: nothing moves in them, or the judge doesn't know their instruction.
-    """
+    """Scores of this rank's clips, a dict each -> means over all ranks' clips that have the score. Collective."""
     sums = [sum(clip.get(name, 0.0) for clip in clips) for name in SCORES]
     counts = [float(sum(name in clip for clip in clips)) for name in SCORES]
     totals = fsdp.reduce_sum(sums + counts)
