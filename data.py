@@ -1,8 +1,6 @@
 """Robot demonstrations: from recordings to the cells that a VAE takes and the grid that the model sees.
 
-    open_demos     recordings -> a reader: windows of frames, points in the world, instructions
-    *_cell         one view of one modality as a VAE takes it: 3 f h w in -1..1
-    *_cells        cells <-> grid: views are columns, modalities are rows (RGB above its pointmap)
+A cell is one view of one modality, 3 f h w in -1..1. In the grid views are columns, modalities rows (RGB on top).
 """
 
 import inspect
@@ -14,10 +12,8 @@ from geometry import normalise_points
 from guard import UserError
 from read_hdf5 import RobotDemos
 
-# ----------------------------------------------------------------------------------------------------------------------
-# demonstrations
-
-# A reader's __init__ names the settings it wants and checks all metadata. It has
+# ----------------------------------------------------------------------------- demonstrations
+# A reader's __init__ names the settings it wants and checks all metadata. It has (in brackets: recordings.py's help)
 #   views, pointmaps             [camera], the columns of the grid; whether depth and cameras are wanted too
 #   splits, num_frames, prompts  {demo: "train" | "val"}, {demo: frames}, {demo: instruction}; train first
 #   windows(num_frames, window_stride, pad_short)  -> [Window]; sets skipped, [(demo, frames)] of the demos too short,
@@ -27,7 +23,6 @@ from read_hdf5 import RobotDemos
 #   points(window, view, num_frames)               -> xyz f h w 3 in metres, valid f h w (world_points)
 #   image_size(demo, view), has_depth(demo)        -> (h, w) as recorded; whether all views have depth and cameras
 #   fingerprint()                                  -> {name: value} of what shapes a cache; "cameras": pointmaps alone
-# recordings.py has what stands in brackets, for every reader.
 
 
 def open_demos(config):
@@ -37,8 +32,7 @@ def open_demos(config):
     return reader(**{name: config[name] for name in wanted if name in config})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# cells and the grid
+# ----------------------------------------------------------------------------- cells and the grid
 
 
 def rgb_cell(rgb, height, width, device="cpu"):
@@ -61,6 +55,17 @@ def point_cell(xyz, valid, box, height, width, device="cpu"):
     stacked = torch.cat([points.permute(0, 3, 1, 2), inside[:, None].float()], 1)  # f 4 h w
     stacked = F.interpolate(stacked, (height, width), mode="nearest-exact")
     return stacked[:, :3].transpose(0, 1), stacked[:, 3] > 0.5
+
+
+def window_cells(demos, window, modality, num_frames, size, box=None, device="cpu"):
+    """A window as the VAE takes it -> {view: 3 f height width}, {view: valid f height width} (of pointmaps only)."""
+    cells, valid = {}, {}
+    for view in demos.views:
+        if modality == "rgb":
+            cells[view] = rgb_cell(demos.rgb(window, view, num_frames), *size, device)
+        else:
+            cells[view], valid[view] = point_cell(*demos.points(window, view, num_frames), box, *size, device)
+    return cells, valid
 
 
 def parse_box(text):

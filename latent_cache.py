@@ -27,8 +27,7 @@ from recordings import Window, content_hash, folder_hash, view_names
 def fingerprints(config, kind, demos):
     """{unit: {name: value}} of all that shapes the units these settings want; kind is "i2v" | "ti2v" | "t2v".
 
-    What isn't at hand isn't compared: a trainer lacks prepare_robocasa.py's dtypes; demos, the recordings' reader, is
-    None where only a cache is left of them.
+    What isn't at hand isn't compared: a trainer lacks the dtypes; demos, the reader, is None without recordings.
     """
 
     def known(*names):
@@ -54,8 +53,8 @@ def fingerprints(config, kind, demos):
 def contents(config, *names):
     """{"content of model": hash, ...} of the files and folders that settings name, "" for hub ids and what isn't set.
 
-    A resumed run wants what it began with, not just what has the same name now. Of a folder with weights these count,
-    and model_index.json: a run's own folder may lie among them. Of another folder, of recordings, everything does.
+    Of a folder with weights these count, and model_index.json: a run's own folder may lie among them. Of another
+    folder, of recordings, everything does.
     """
     found = {}
     for name in names:
@@ -84,10 +83,7 @@ def weights_identity(model, *parts):
 
 
 def fingerprint_differences(folder, expected):
-    """None where the unit was never begun, else what differs: ["cell_height was 16, now 32", ...].
-
-    What an older preparation didn't record is not compared.
-    """
+    """["cell_height was 16, now 32", ...] of what the unit's preparation recorded; None where it was never begun."""
     try:
         stored = json.loads((folder / "fingerprint.json").read_text())
     except FileNotFoundError:
@@ -136,7 +132,6 @@ class LatentCache:
     .train, .val   lists of Window
     .text          prompts n d, zero-padded after the encoder; .prompts their strings; .empty_index, .negative_index
     .box           x0 y0 z0 x1 y1 z1, metres; .floor_mm {"median", "mean"} of the VAE round trip; None without pointmaps
-    .skipped       (demo, frames) of the demos that were too short
     """
 
     def __init__(self, config, kind, demos):
@@ -148,7 +143,6 @@ class LatentCache:
         windows = [Window(*window) for window in index["rgb"]["windows"]]
         self.train = [window for window in windows if window.split == "train"]
         self.val = spread([window for window in windows if window.split == "val"])
-        self.skipped = [tuple(demo) for demo in index["rgb"]["skipped"]]
         self.box = index["pointmap"]["box"] if "pointmap" in index else None
         self.floor_mm = index["pointmap"]["floor_mm"] if "pointmap" in index else None
         self.prompts = index["condition/text"]["prompts"]

@@ -4,9 +4,8 @@
     python prepare_robocasa.py config/robocasa_i2v.py --inspect=True  # look first: contact sheet and verdict, no model
     torchrun --nproc_per_node=4 prepare_robocasa.py config/robocasa_i2v.py
 
-Every cell (a view's RGB or its pointmap) is encoded by itself; the first frame of a window is the given one. The cache
-has three parts, rgb, pointmap and condition, and carries a fingerprint of everything that shaped it. Run it again after
-an interruption and it continues; after a change of settings it says what became stale, and --force=True rebuilds that.
+Every cell (a view's RGB or its pointmap) is encoded by itself; the first frame of a window is the given one. Run again
+after an interruption it continues; after a change of settings it says what became stale, and --force=True rebuilds it.
 
 Data: data/demo_N/obs/<view>_image uint8 (frames, h, w, 3), data/demo_N.attrs["ep_meta"] with "lang"; for pointmaps
 <view>_depth (metres along the optical axis), <view>_intrinsics and <view>_extrinsics (camera-to-world) per frame.
@@ -30,8 +29,7 @@ import fsdp
 import geometry
 import video
 from configurator import check_values, configure, given
-from data import check_sizes, open_demos, parse_box, point_cell, rgb_cell
-from geometry import denormalise_points, normalise_points
+from data import check_sizes, open_demos, parse_box, window_cells
 from guard import UserError, hold_folder, writing
 from latent_cache import LatentCache, fingerprint_differences, fingerprints, write_json, write_tensors
 from model import kind_of
@@ -71,26 +69,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = ("rgb", "pointmap", "condition")
 
 
-def sample_points(demos, num_samples=100):
-    """World points n 3 in metres from frames spread evenly over the training demos, the same on every rank."""
-    train = [demo for demo in demos.splits if demos.splits[demo] == "train"]
-    frames = [Window(demo, i, 1, "train") for demo in train for i in range(demos.num_frames[demo])]
+def make_box(demos):
+    """-> (workspace box x0 y0 z0 x1 y1 z1 in metres, given or percentiles; a line that says so).
+
+    From the points of frames spread evenly over the training demos, the same on every rank.
+    """
+    if not 0 <= box_percentile < 50:
+        raise UserError(f"box_percentile={box_percentile}: want 0 to below 50")
+    frames = [Window(demo, i, 1, split) for demo, split in demos.splits.items() if split == "train"
+              for i in range(demos.num_frames[demo])]
     points = []
-    for frame in evenly(frames, num_samples):
+    for frame in evenly(frames, 100):
         for view in demos.views:
             xyz, valid = demos.points(frame, view, 1)
             points.append(xyz[valid][::7])  # odd, so that it does not keep to some columns
-    points = np.concatenate(points)
+    points = np.concatenate(points)  # n 3, metres
     if not len(points):
         raise UserError(f"data={data}: no pixel has a known depth (all 0 or infinite), pointmaps need one")
-    return points
-
-
-def make_box(demos):
-    """-> (workspace box x0 y0 z0 x1 y1 z1 in metres, given or percentiles; a line that says so)."""
-    if not 0 <= box_percentile < 50:
-        raise UserError(f"box_percentile={box_percentile}: want 0 to below 50")
-    points = sample_points(demos)
     if workspace_box:
         box, source = parse_box(workspace_box), "given"
     else:
@@ -104,41 +99,37 @@ def make_box(demos):
     return box, f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({source}), holds {share:.0%} of the points"
 
 
-def frames_to_check(demos):
-    """-> (up to 8 clips of whole demos, {view: images n h w 3}, {view: camera arrays}): five frames a clip or so.
+def whole(demos, demo):
+    return Window(demo, 0, demos.num_frames[demo], demos.splits[demo])
 
-    Of demos whose images have the first one's size.
-    """
+
+def check_orientation(demos):
+    """geometry.check_geometry of about five frames of up to 8 demos, whose images have the first one's size."""
     sizes = {demo: [demos.image_size(demo, view) for view in demos.views] for demo in demos.splits}
     alike = [demo for demo in sizes if sizes[demo] == next(iter(sizes.values()))]
-    clips = [Window(demo, 0, demos.num_frames[demo], demos.splits[demo]) for demo in evenly(alike, 8)]
-    fifth = {clip: slice(None, None, max(clip.length // 4, 1)) for clip in clips}
+    clips = [whole(demos, demo) for demo in evenly(alike, 8)]
+
+    def some(arrays):
+        return np.concatenate([array[:: max(len(array) // 4, 1)] for array in arrays])
+
     images, cameras = {}, {}
     for view in demos.views:
-        images[view] = np.concatenate([demos.rgb(clip, view, clip.length)[fifth[clip]] for clip in clips])
-        if demos.pointmaps:
-            camera = [[array[fifth[clip]] for array in demos.camera(clip, view, clip.length)] for clip in clips]
-            cameras[view] = tuple(np.concatenate(arrays) for arrays in zip(*camera, strict=True))
-    return clips, images, cameras
-
-
-def inspection_path():
-    """In the cache of the data; where only data was given, the default cache is another's: out/inspect_NAME.png."""
-    if "data" in given and "cache_dir" not in given:
-        return Path("out") / f"inspect_{Path(data).stem}.png"
-    return Path(cache_dir) / "inspect.png"
+        images[view] = some(demos.rgb(clip, view, clip.length) for clip in clips)
+        of_clips = [demos.camera(clip, view, clip.length) for clip in clips]
+        cameras[view] = tuple(some(arrays) for arrays in zip(*of_clips, strict=True))
+    return geometry.check_geometry(images, cameras)
 
 
 def run_inspection():
     """Contact sheet and verdict; UserError if the recordings are not what training expects."""
     demos = open_demos(config)
-    has_depth = demos.has_depth(next(iter(demos.splits)))
+    first = whole(demos, next(iter(demos.splits)))
+    has_depth = demos.has_depth(first.demo)
     if has_depth and not pointmaps:  # look at it all the same
         demos = open_demos(config | {"pointmaps": True})
     print(f"{data}: {len(demos.splits)} demos, {sum(demos.num_frames.values())} frames, {len(demos.views)} views")
 
-    clips, images, cameras = frames_to_check(demos)
-    first, rows = clips[0], []
+    rows = []
     box, box_line = make_box(demos) if has_depth else (None, "")
     for view in demos.views:
         rows.append((f"{view} rgb", demos.rgb(first, view, first.length)))
@@ -146,17 +137,20 @@ def run_inspection():
             depth, (xyz, valid) = demos.camera(first, view, first.length)[0], demos.points(first, view, first.length)
             near, far = np.percentile(depth[valid], [1, 99]) if valid.any() else (0, 1)
             turbo = matplotlib.colormaps["turbo"](np.clip((depth - near) / max(far - near, 1e-6), 0, 1))[..., :3]
-            colours = (normalise_points(torch.from_numpy(xyz), box).numpy() + 1) / 2 * valid[..., None]
+            colours = (geometry.normalise_points(torch.from_numpy(xyz), box).numpy() + 1) / 2 * valid[..., None]
             rows.append((f"{view} depth {near:.2f}..{far:.2f} m", (turbo * 255).astype(np.uint8)))
             rows.append((f"{view} xyz as colour", (colours * 255).astype(np.uint8)))
-    with writing(cache_dir, "cache_dir"):
-        sheet = video.contact_sheet(inspection_path(), rows)
-    print(f"contact sheet {sheet}: look whether it is upright")
+    path = Path(cache_dir, "inspect.png")
+    if "data" in given and "cache_dir" not in given:  # the default cache is another's
+        path = Path("out", f"inspect_{Path(data).stem}.png")
+    with writing(path.parent, "cache_dir"):
+        video.contact_sheet(path, rows)
+    print(f"contact sheet {path}: look whether it is upright")
 
     if not has_depth:
         print("verdict       PASS for RGB alone: there is no depth to check the orientation with, so look at the sheet")
         return
-    lines, faults = geometry.check_geometry(images, cameras)
+    lines, faults = check_orientation(demos)
     print(box_line, *lines, sep="\n")
     if faults:
         raise UserError("verdict FAIL: " + "; ".join(faults))
@@ -168,21 +162,9 @@ if inspect:
         run_inspection()
     sys.exit()
 
-# ----------------------------------------------------------------------------------------------------------------------
-# checks: everything that can be wrong is found before a weight is loaded or a file is written
-
-
-def numbers_in(unit, count):
-    """How many numbers `count` windows (or prompts) of a unit are."""
-    if unit == "condition/text":
-        return count * max_text_tokens * 4096  # UMT5-XXL's width
-    latent_frames = 1 if unit.startswith("condition") and kind != "i2v" else (num_frames - 1) // stride[0] + 1
-    cell = z_dim * latent_frames * (cell_height // stride[1]) * (cell_width // stride[2])
-    return count * len(demos.views) * cell
-
-
+# ----------------------------------------------------------------------------- checks, before anything is loaded
 rank, world_size, device = fsdp.init(device)
-root = Path(cache_dir)
+root, size = Path(cache_dir), (cell_height, cell_width)
 with fsdp.all_ranks_agree():
     asked = [part.strip() for part in parts.split(",")]
     if unknown := set(asked) - set(PARTS):
@@ -191,23 +173,21 @@ with fsdp.all_ranks_agree():
                  one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))
     kind = kind_of(model)
     z_dim, stride = encoders.latent_geometry(model)
-    check_sizes(num_frames, cell_height, cell_width, stride)
+    check_sizes(num_frames, *size, stride)
     demos = open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
 
-    exists = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
-    if not exists.is_dir():
-        raise UserError(f"cache_dir={cache_dir}: {exists} is a file, want a folder")
+    if file := next((folder for folder in (root, *root.parents) if folder.is_file()), None):
+        raise UserError(f"cache_dir={cache_dir}: {file} is a file, want a folder")
 
 with fsdp.all_ranks_agree():
     if rank == 0:
         hold_folder(cache_dir, "cache_dir")  # nobody else changes what is looked at now
 
 with fsdp.all_ranks_agree():
-    # What is stale, and what is still to do: {unit: windows to encode}, prompts for the text.
     units = fingerprints(config, kind, demos)
-    todo, rebuild = {}, []
+    todo, rebuild, need = {}, [], 0  # {unit: windows to encode, prompts for the text}, stale units, bytes
     for unit, fingerprint in units.items():
         if unit.split("/")[0] not in asked:
             continue
@@ -220,24 +200,26 @@ with fsdp.all_ranks_agree():
         done = set() if unit in rebuild else {path.stem for path in (root / unit).glob("*.safetensors")}
         if unit == "condition/text":
             todo[unit] = [] if "embeddings" in done else prompts
+            numbers = max_text_tokens * 4096  # UMT5-XXL's width
         else:
             todo[unit] = [window for window in windows if window.key not in done]
+            frames = (num_frames - 1) // stride[0] + 1 if kind == "i2v" or unit in ("rgb", "pointmap") else 1
+            numbers = len(demos.views) * z_dim * frames * (cell_height // stride[1]) * (cell_width // stride[2])
+        need += len(todo[unit]) * numbers * DTYPES[cache_dtype].itemsize
 
-    need = sum(numbers_in(unit, len(items)) for unit, items in todo.items()) * DTYPES[cache_dtype].itemsize
-    free = shutil.disk_usage(exists).free
+    free = shutil.disk_usage(root).free
     if need > free:
         smaller = ", or cache_dtype=bfloat16" if cache_dtype == "float32" else ""
         raise UserError(f"cache_dir={cache_dir}: want {need / 1e9:.2f} GB, got {free / 1e9:.2f} GB free: choose "
                         f"another disk{smaller}")
 
     if todo.get("pointmap") or todo.get("condition/pointmap"):
-        # Every depth frame is read once, a hundredth of the time that encoding takes, so that a NaN in the last demo
-        # is found now and not in an hour.
+        # A hundredth of the time that encoding takes, and a NaN in the last demo is found now and not in an hour.
         for demo in tqdm(list(demos.splits)[rank::world_size], "check depth", disable=None if rank == 0 else True):
             for view in demos.views:
-                demos.camera(Window(demo, 0, demos.num_frames[demo], ""), view, demos.num_frames[demo])
+                demos.camera(whole(demos, demo), view, demos.num_frames[demo])
         if check_recordings and rank == 0:
-            _, faults = geometry.check_geometry(*frames_to_check(demos)[1:])
+            _, faults = check_orientation(demos)
             if faults:
                 raise UserError(f"data={data}: {'; '.join(faults)} (--inspect=True shows it, --check_recordings=False "
                                 "prepares it all the same)")
@@ -255,15 +237,11 @@ if rank == 0:
     if pointmaps:
         print(box_line)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# encode: the text, then each rank its share of the windows
-
-fsdp.barrier()  # all have looked at the old state
+# ----------------------------------------------------------------------------- encode: text, then each rank its windows
 with fsdp.all_ranks_agree():
     if rank == 0:
         # Text first, before a file is touched: minutes, and a missing encoder is not found after hours of VAE.
-        text = None
-        if todo.get("condition/text"):
+        if new_text := bool(todo.get("condition/text")):
             tokenizer, text_encoder = encoders.load_text_encoder(model, device, DTYPES[text_dtype])
             for line in encoders.text_warnings(tokenizer, text_encoder, prompts, max_text_tokens):
                 print(line)
@@ -277,21 +255,9 @@ with fsdp.all_ranks_agree():
             for path in [path for pattern in patterns for path in (root / unit).glob(pattern)]:
                 path.unlink()
             write_json(root / unit / "fingerprint.json", units[unit], indent=1)
-        if text is not None:
+        if new_text:
             write_tensors(root / "condition/text/embeddings.safetensors", {"text": text.to(DTYPES[cache_dtype])})
             print(f"condition/text: {len(prompts)} prompts, {text.shape[1]} tokens of {text.shape[2]} numbers")
-
-
-def cells(unit, window):
-    """The window's cells as the VAE takes them, one a view -> list of 3 f h w in -1..1; f = 1 for a condition."""
-    frames = num_frames
-    if unit.startswith("condition"):
-        window, frames = window._replace(length=1), 1
-    for view in demos.views:
-        if unit.endswith("rgb"):
-            yield rgb_cell(demos.rgb(window, view, frames), cell_height, cell_width, device)
-        else:
-            yield point_cell(*demos.points(window, view, frames), box, cell_height, cell_width, device)[0]
 
 
 of_windows = {unit: items for unit, items in todo.items() if unit != "condition/text"}
@@ -299,10 +265,13 @@ vae = encoders.load_vae(model, device, DTYPES[vae_dtype]) if any(of_windows.valu
 for unit, items in of_windows.items():
     mine = items[rank::world_size]
     start = time.perf_counter()
-    bar = tqdm(total=len(mine), desc=unit, unit="window", disable=None if rank == 0 else True)
-    for batch in (mine[i : i + encode_batch] for i in range(0, len(mine), encode_batch)):
-        pixels = torch.stack([cell for window in batch for cell in cells(unit, window)])  # b*views 3 f h w
-        if unit.startswith("condition"):
+    batches = [mine[i : i + encode_batch] for i in range(0, len(mine), encode_batch)]
+    is_condition, modality = unit.startswith("condition"), Path(unit).name
+    for batch in tqdm(batches, unit, unit="batch", disable=None if rank == 0 else True):
+        frames = 1 if is_condition else num_frames
+        clips = [window_cells(demos, window, modality, frames, size, box, device)[0] for window in batch]
+        pixels = torch.stack([cell for clip in clips for cell in clip.values()])  # b*views 3 f h w
+        if is_condition:
             latents = encoders.encode_condition(vae, pixels[:, :, 0], num_frames, kind)
         else:
             latents = encoders.encode(vae, pixels)  # b*views z F h w
@@ -311,16 +280,12 @@ for unit, items in of_windows.items():
                 raise UserError(f"{window.key}: got NaN or infinity from the VAE in {vae_dtype}, try vae_dtype=float32")
             tensors = dict(zip(demos.views, of_views.to(DTYPES[cache_dtype]), strict=True))
             write_tensors(root / unit / f"{window.key}.safetensors", tensors)
-        bar.update(len(batch))
-    bar.close()
     if rank == 0:
         took = f", {time.perf_counter() - start:.1f} s" if mine else ""
         print(f"{unit}: {len(items)} windows encoded, {len(windows) - len(items)} kept{took}")
 fsdp.barrier()
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the floor of the point error, and the indices that make the units valid
-
+# ----------------------------------------------------------------------------- the indices that make the units valid
 with fsdp.all_ranks_agree():
     for unit in todo if rank == 0 else ():
         if not todo[unit] and (root / unit / "index.json").exists():
@@ -334,12 +299,11 @@ with fsdp.all_ranks_agree():
             errors = []
             for window in evenly(windows, 8):
                 latents = safetensors.torch.load_file(root / unit / f"{window.key}.safetensors")
+                cells, inside = window_cells(demos, window, "pointmap", num_frames, size, box, device)
                 for view in demos.views:
-                    xyz, valid = demos.points(window, view, num_frames)
-                    points, inside = point_cell(xyz, valid, box, cell_height, cell_width, device)
                     decoded = encoders.decode(vae, latents[view][None].float())[0]  # 3 f h w
-                    metres = [denormalise_points(x.permute(1, 2, 3, 0), box) for x in (points, decoded)]
-                    errors.append((metres[0] - metres[1]).norm(dim=-1)[inside] * 1000)
+                    metres = [geometry.denormalise_points(x.movedim(0, -1), box) for x in (cells[view], decoded)]
+                    errors.append((metres[0] - metres[1]).norm(dim=-1)[inside[view]] * 1000)
             errors = torch.cat(errors)
             floor = {"median": errors.median().item(), "mean": errors.mean().item()}
             index |= {"box": box, "floor_mm": floor}

@@ -9,8 +9,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+import recordings
 from guard import UserError, first_line
-from recordings import all_windows, check_camera, content_hash, hold_last, hold_out, json_hash, view_names, world_points
+from recordings import Window, content_hash, hold_last, hold_out, json_hash
 
 
 def demo_number(name):
@@ -25,16 +26,16 @@ def mask_names(mask):
 
 
 class RobotDemos:
-    """The demos of a RoboCasa (robomimic) HDF5. All metadata is checked here, frames are read when asked for.
+    """The demos of a RoboCasa (robomimic) HDF5. What it has for others is listed above data.open_demos.
 
     Validation demos are mask/<val_split>; with val_split="" or in a file without masks, the last `val_demos` of the
     training demos are held out. pointmaps=True also wants <view>_depth, _intrinsics and _extrinsics.
     """
 
-    windows, points = all_windows, world_points
+    windows, points = recordings.all_windows, recordings.world_points
 
     def __init__(self, data, views, train_split="train", val_split="valid", val_demos=1, pointmaps=False):
-        self.path, self.views, self.pointmaps = str(data), view_names(views), pointmaps
+        self.path, self.views, self.pointmaps = str(data), recordings.view_names(views), pointmaps
         self._file, self._pid = None, None
         self.splits = self._read_splits(train_split, val_split, val_demos)  # demo -> "train" | "val", numeric order
         self.num_frames = {demo: self._check_demo(demo) for demo in self.splits}
@@ -118,33 +119,30 @@ class RobotDemos:
         return lang
 
     def image_size(self, demo, view):
-        """-> (h, w) of the recorded images."""
         return self.file[f"data/{demo}/obs/{view}_image"].shape[1:3]
 
     def has_depth(self, demo):
-        """Whether depth and cameras of every view are there, whatever `pointmaps` says."""
         names = [f"{view}_{name}" for view in self.views for name in ("depth", "intrinsics", "extrinsics")]
         return all(name in self.file[f"data/{demo}/obs"] for name in names)
 
     def _read(self, window, name, num_frames):
         """obs/<name> of a window, its last frame held up to num_frames -> f ..."""
         try:
-            frames = self.file[f"data/{window.demo}/obs/{name}"][window.start : window.start + window.length]
+            end = window.start + min(window.length, num_frames)
+            frames = self.file[f"data/{window.demo}/obs/{name}"][window.start : end]
         except OSError as error:
-            damage = f"{window.demo}/{name} is damaged ({first_line(error)})"
-            raise UserError(f"data={self.path}: {damage}: copy the file again") from None
+            raise UserError(f"data={self.path}: {window.demo}/{name} is damaged ({first_line(error)}): copy the file "
+                            "again") from None
         return hold_last(frames, num_frames)
 
     def rgb(self, window, view, num_frames):
-        """-> uint8 f h w 3."""
         return self._read(window, f"{view}_image", num_frames)
 
     def camera(self, window, view, num_frames):
-        """-> depth f h w (metres), K f 3 3, E f 4 4, float32. NaN is an error; 0 and inf mean "unknown"."""
         names = [f"{view}_{name}" for name in ("depth", "intrinsics", "extrinsics")]
         depth, K, E = (self._read(window, name, num_frames).astype(np.float32) for name in names)
         depth = depth[..., 0] if depth.ndim == 4 else depth
-        check_camera(window, view, depth, K, E)
+        recordings.check_camera(window, view, depth, K, E)
         return depth, K, E
 
     def fingerprint(self):
@@ -155,18 +153,14 @@ class RobotDemos:
         masks = {split: mask_names(mask) for split, mask in self.file.get("mask", {}).items()
                  if isinstance(mask, h5py.Dataset) and mask.ndim == 1}
         found = {"data_content": content_hash([Path(self.path)]), "masks": json_hash(masks)}
-        return found | {"cameras": self._hash_cameras()} if self.pointmaps else found
-
-    def _hash_cameras(self):
+        if not self.pointmaps:
+            return found
         digest = hashlib.sha256()
-        try:
-            for demo in self.file["data"]:
-                for name in [f"{view}_{kind}" for view in self.views for kind in ("intrinsics", "extrinsics")]:
-                    array = self.file["data"].get(f"{demo}/obs/{name}")  # demos outside the splits may lack it
-                    if array is not None and len(array):
-                        digest.update(f"{demo} {name} {array.shape}".encode())
-                        digest.update(array[0].tobytes() + array[-1].tobytes())
-        except OSError as error:
-            damage = f"a camera is damaged ({first_line(error)})"
-            raise UserError(f"data={self.path}: {damage}: copy the file again") from None
-        return digest.hexdigest()[:16]
+        for demo in self.file["data"]:
+            for name in [f"{view}_{kind}" for view in self.views for kind in ("intrinsics", "extrinsics")]:
+                array = self.file["data"].get(f"{demo}/obs/{name}")  # demos outside the splits may lack it
+                if array is not None and len(array):
+                    digest.update(f"{demo} {name} {array.shape}".encode())
+                    for frame in (0, len(array) - 1):
+                        digest.update(self._read(Window(demo, frame, 1, ""), name, 1).tobytes())
+        return found | {"cameras": digest.hexdigest()[:16]}

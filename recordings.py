@@ -1,8 +1,7 @@
 """What all readers of recordings share: windows, held-out demos, points in the world, the identity of files.
 
 A reader takes all_windows and world_points into its class as they are and calls the others; what it must have stands
-above data.open_demos. Cameras are OpenCV's: x right, y down, z forward. K is in pixels whose centres lie at +0.5, E is
-camera-to-world, depth is in metres along the optical axis.
+above data.open_demos. Cameras are those of geometry.py.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from geometry import unproject
+from geometry import known, unproject
 from guard import UserError
 
 
@@ -74,8 +73,7 @@ def evenly(items, count):
 
 def hold_last(frames, num_frames):
     """f ... -> num_frames ...: cut, or the last frame held."""
-    held = num_frames - len(frames)
-    return np.concatenate([frames, np.repeat(frames[-1:], held, 0)]) if held > 0 else frames[:num_frames]
+    return frames[np.minimum(np.arange(num_frames), len(frames) - 1)]
 
 
 def check_camera(window, view, depth, K, E):
@@ -92,13 +90,12 @@ def check_camera(window, view, depth, K, E):
 def world_points(demos, window, view, num_frames):
     """-> world xyz f h w 3 in metres, valid f h w: False where the depth is 0 or infinite (xyz is 0 there)."""
     depth, K, E = demos.camera(window, view, num_frames)
-    valid = np.isfinite(depth) & (depth > 0)
+    valid = known(depth)
     xyz = unproject(np.where(valid, depth, 1), K, E)
     return np.where(valid[..., None], xyz, 0), valid
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the identity of files
+# ----------------------------------------------------------------------------- the identity of files
 
 
 def content_hash(paths, num_blocks=64, block_size=1 << 16):

@@ -35,11 +35,10 @@ def held_out_loss(wan, cache, experts, config, rank, world_size, device):
     windows = cache.val[: config["num_val_windows"]]
     items, weights = fsdp.share_out(len(windows), rank, world_size)
     size, losses = config["batch_size"], {}
-    num_bins = len(experts) * config["val_sigmas"]
-    bar = tqdm(total=num_bins, desc="validation", leave=False, disable=None if rank == 0 else True)
     for expert in experts:
         of_bins = []
-        for sigma in flow.bin_sigmas(expert, wan.boundary_ratio, config["shift"], config["val_sigmas"]):
+        bins = flow.bin_sigmas(expert, wan.boundary_ratio, config["shift"], config["val_sigmas"])
+        for sigma in tqdm(bins, f"validation {expert}", leave=False, disable=None if rank == 0 else True):
             total = 0.0
             for start in range(0, len(items), size):
                 chosen = items[start : start + size]
@@ -52,9 +51,7 @@ def held_out_loss(wan, cache, experts, config, rank, world_size, device):
                 total += (error * torch.tensor(weights[start : start + size], device=device)).sum().item()
             of_bins.append(fsdp.reduce_sum([total])[0] / len(windows))
             losses[f"val_loss/sigma {sigma:.3f}"] = of_bins[-1]
-            bar.update()
         losses[f"val_loss/{expert}"] = float(np.mean(of_bins))
-    bar.close()
     return losses
 
 
@@ -67,11 +64,9 @@ def ground_truth(demos, window, config, box, device):
     """-> the same cells from the recording, and {view: valid f h w} of its points."""
     size = config["cell_height"], config["cell_width"]
     cells, valid = {}, {}
-    for view in demos.views:
-        cells["rgb", view] = robot_data.rgb_cell(demos.rgb(window, view, config["num_frames"]), *size, device)
-    for view in demos.views if box is not None else []:
-        xyz, known = demos.points(window, view, config["num_frames"])
-        cells["pointmap", view], valid[view] = robot_data.point_cell(xyz, known, box, *size, device)
+    for modality in ("rgb", "pointmap") if box is not None else ("rgb",):
+        of_views, valid = robot_data.window_cells(demos, window, modality, config["num_frames"], size, box, device)
+        cells |= {(modality, view): cell for view, cell in of_views.items()}
     return cells, valid
 
 
@@ -122,10 +117,7 @@ def scores(cells, truth, valid, box, task=None):
 
 
 def mean_scores(clips):
-    """Scores of this rank's clips, a dict each -> their means over the clips of all ranks that have them. Collective.
-
-    Clips may lack a score: nothing moves in them, or the judge doesn't know their instruction.
-    """
+    """Scores of this rank's clips, a dict each -> means over all ranks' clips that have the score. Collective."""
     sums = [sum(clip.get(name, 0.0) for clip in clips) for name in SCORES]
     counts = [float(sum(name in clip for clip in clips)) for name in SCORES]
     totals = fsdp.reduce_sum(sums + counts)
@@ -179,15 +171,13 @@ def floor_and_ceiling(cache, demos, config, rank, world_size, device):
     windows = cache.val[: config["num_val_videos"]]
     vae = encoders.load_vae(config["model"], device)
     clips = {"floor": [], "ceiling": []}
-    shares = list(zip(*fsdp.share_out(len(windows), rank, world_size), strict=True))
-    for item, weight in tqdm(shares, desc="floor and ceiling", leave=False, disable=None if rank == 0 else True):
-        if not weight:
-            continue
-        truth, valid = ground_truth(demos, windows[item], config, cache.box, device)
+    mine = windows[rank::world_size]
+    for window in tqdm(mine, "floor and ceiling", leave=False, disable=None if rank == 0 else True):
+        truth, valid = ground_truth(demos, window, config, cache.box, device)
         still = {name: cell[:, :1].expand_as(cell) for name, cell in truth.items()}
         for bound, shown in (("floor", still), ("ceiling", truth)):
             cells = {name: encoders.decode(vae, encoders.encode(vae, cell[None]))[0] for name, cell in shown.items()}
-            clips[bound].append(scores(cells, truth, valid, cache.box, task_of(demos, windows[item])))
+            clips[bound].append(scores(cells, truth, valid, cache.box, task_of(demos, window)))
     return {f"{bound}/{name}": mean for bound in clips for name, mean in mean_scores(clips[bound]).items()}
 
 
