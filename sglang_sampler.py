@@ -15,12 +15,7 @@ import model as wan_model
 import rollout
 import sglang_server
 from guard import UserError
-from sglang_client import SDE_TYPES, SGLangClient, png_url
-
-
-def urls_of(settings):
-    """The servers that the user started."""
-    return [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
+from sglang_client import SDE_TYPES, SGLangClient, urls_of
 
 
 def check_settings(settings, wan):
@@ -32,8 +27,7 @@ def check_settings(settings, wan):
     for url in urls:
         if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
             raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated, each once")
-    sglang_server.check_model(wan.model)
-    sglang_server.check_start(settings["sglang_port"], settings["sglang_command"], settings["sglang_args"])
+    sglang_server.check(wan.model, settings["sglang_port"], settings["sglang_command"], settings["sglang_args"])
     if wan.boundary_ratio and not math.isclose(round(1000 * wan.boundary_ratio), 1000 * wan.boundary_ratio):
         raise UserError(f"boundary_ratio={wan.boundary_ratio}: SGLang routes by whole timesteps; want three decimals")
     if not settings["lora_rank"]:
@@ -87,49 +81,29 @@ class SGLangSampler:
 
     def __init__(self, config, policy, latent_shape, guidance, device, train_prompts, eval_prompts, phases, stop):
         self.config, self.policy, self.guidance, self.device, self.phases = config, policy, guidance, device, phases
-        self.stop, self.prompts, self.version = stop, train_prompts, 0
+        self.stop, self.prompts, self.logged = stop, train_prompts, {"lora_version": 0}
         self.sigmas = flow.sigma_grid(config["num_steps"], config["shift"])
         self.eval_sigmas = flow.sigma_grid(config["num_eval_steps"], config["shift"])
-        rank, world_size = fsdp.place()
-        urls = urls_of(config)
-        sampling = {name: config[name] for name in ("law", "noise_level", "height", "width", "num_frames")}
-        self.client = client = SGLangClient(
-            policy, latent_shape, sampling | {"sigmas": self.sigmas}, guidance, config["negative_prompt"], device.type,
-            urls, responsible=urls[rank::world_size], rank=rank, concurrency=config["sglang_concurrency"],
-            timeout=config["sglang_timeout"], retries=config["sglang_retries"], colocated=config["sglang_colocated"])
+        self.client = client = SGLangClient(config, policy, latent_shape, guidance, device.type, *fsdp.place())
         self.close = lambda: None  # ends a launched server
-        example = train_prompts.prompts[0], png_url(train_prompts, 0)
         for url in client.responsible:
-            client.check(url, *example)
+            client.check(url, train_prompts)
         if config["sglang_launch"]:
-            folder, node = os.path.join(config["out_dir"], "sglang"), os.environ.get("GROUP_RANK", "0")
-            client.url_file = os.path.join(folder, f"node_{node}.url")
+            place = os.path.join(config["out_dir"], "sglang", f"node_{os.environ.get('GROUP_RANK', '0')}")
+            client.url_file = f"{place}.url"
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-                self._launch(folder, node, example)
-
-    def _launch(self, folder, node, example):
-        """A server of this node's own, which ends with the run."""
-        config, client = self.config, self.client
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"out_dir={config['out_dir']}: {error}: want a folder that can be written") from None
-        client.responsible = True
-        server = sglang_server.LaunchedServer(
-            os.path.join(folder, f"node_{node}.log"), client.url_file, client.timeout, client.retries,
-            lambda url: client.check(url, *example), lambda: self.stop.requested, config["sglang_port"],
-            model=config["model"], devices=config["sglang_devices"], dtype=config["dtype"], shift=config["shift"],
-            command=config["sglang_command"], args=config["sglang_args"])
-        self.close = server.end
-        atexit.register(server.end)
+                client.responsible = [""]
+                server = sglang_server.LaunchedServer(
+                    f"{place}.log", client.url_file, client.timeout, client.retries,
+                    lambda url: client.check(url, train_prompts), lambda: self.stop.requested, config["sglang_port"],
+                    model=config["model"], devices=config["sglang_devices"], dtype=config["dtype"],
+                    shift=config["shift"], command=config["sglang_command"], args=config["sglang_args"])
+                self.close = server.end
+                atexit.register(server.end)
 
     def begun(self):
         """A line that tells where the servers are."""
         return f"servers    {', '.join(self.client.current_urls())}: each made a video of {self.prompts.prompts[0]!r}"
-
-    @property
-    def logged(self):
-        return {"lora_version": self.version}
 
     # ------------------------------------------------------------------------- videos
 
@@ -144,7 +118,8 @@ class SGLangSampler:
                      for n, (index, seed) in enumerate(zip(indices, seeds, strict=True))]
         for start in range(0, len(positions), size):
             if self.stop.anywhere():
-                self.client.cancel(asked[start:])
+                for future in asked[start:]:  # what hasn't been sent isn't
+                    future.cancel()
                 return
             with self.phases("roll"), fsdp.all_ranks_agree():
                 answers = [future.result() for future in asked[start : start + size]]
@@ -166,28 +141,26 @@ class SGLangSampler:
     def sync(self, parameters):
         """Give all servers the adapters: gathered on all ranks, sent whole by the rank responsible for a server, what
         the server says compared with what was sent, agreed on by all. Collective."""
-        client, config = self.client, self.config
+        client = self.client
         with self.phases("sync"):
             adapters = wan_model.by_expert(fsdp.gather(parameters, wanted=bool(client.responsible)))
-            if client.colocated and self.device.type == "cuda":
+            if self.config["sglang_colocated"] and self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what training's peak left reserved is the server's now
                 fsdp.barrier()
             with fsdp.all_ranks_agree():
                 if client.responsible:
-                    if client.colocated:
+                    if self.config["sglang_colocated"]:
                         client.memory("resume")
-                    alpha = config["lora_alpha"] or float(config["lora_rank"])
-                    client.sync(adapters, config["lora_rank"], alpha, self.policy.dtype, config["lora_sync"],
-                                config["lora_sync_dir"])
+                    client.sync(adapters)
             failed = [float(url in client.down and url in client.responsible) for url in client.urls]
             client.down = {url: client.down.get(url, f"{url} failed at the sync")
                            for url, down in zip(client.urls, fsdp.reduce_max(failed), strict=True) if down}
             client.processes.clear()  # a server that is another process from now on was started anew, without the LoRA
-            self.version += 1
+            self.logged["lora_version"] += 1
 
     def release(self):
         """On GPUs that the servers share with the trainer, they give their memory back until the next sync."""
-        if self.client.colocated:
+        if self.config["sglang_colocated"]:
             fsdp.barrier()  # every rank has its videos
             with fsdp.all_ranks_agree():
                 if self.client.responsible:

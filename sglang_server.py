@@ -9,6 +9,7 @@ it starts one by itself with the same function, restarts it when it dies, and en
 """
 
 import http.client
+import json
 import os
 import re
 import shlex
@@ -20,13 +21,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import encoders
 import model as wan_model
-from configurator import configure
-from guard import UserError
+from configurator import check_values, configure
+from guard import UserError, write_atomic
 
-_SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration sglang uses for it
     ("ti2v", 1): "Wan2.2-TI2V-5B-Diffusers",
     ("i2v", 2): "Wan2.2-I2V-A14B-Diffusers",
@@ -35,7 +37,9 @@ CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration 
 }
 
 PORT_TAKEN = "address already in use|port .* unavailable"  # in sglang's log
+TORCHRUNS = "TORCHELASTIC|TORCH_NCCL|(MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME)$"
 
+WORKER_GONE = "restart the server"  # in the answer of a server that can't work any more
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business with 127.0.0.1
 
 model = ""  # diffusers folder or hub id
@@ -45,6 +49,14 @@ dtype = "bfloat16"  # "float32" | "bfloat16": of the transformer
 shift = 5.0  # of the noise levels; the trainer's
 command = ".venv-sglang/bin/sglang serve"  # what starts the server
 args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"; "--host ..." opens it to everyone who reaches it
+
+
+class ServerError(Exception):
+    """A request that may succeed with another server, or again; `gone`: this server's process isn't there any more."""
+
+    def __init__(self, reason, gone):
+        super().__init__(reason)
+        self.gone = gone
 
 
 def free_port(port):
@@ -61,39 +73,29 @@ def free_port(port):
     raise UserError(f"port={port}: no free ones from there to {port + 2000}")
 
 
-def check_model(model):
-    """UserError for a model that SGLang's servers don't know."""
+def check(model, port, command, args):
+    """UserError for a model that SGLang's servers don't know, and for a port or words that can't start one."""
     if model.startswith("random:"):
         raise UserError(f"model={model}: SGLang's servers want a diffusers folder or hub id")
     if (name := encoders.vae_config(model)["_class_name"]) != "AutoencoderKLWan":
         raise UserError(f"model={model}: its VAE is {name}, SGLang's servers know AutoencoderKLWan only")
-
-
-def check_start(port, command, args):
-    """UserError for a port or words that can't start a server."""
     if not 1 <= port <= 65000:
         raise UserError(f"port={port}: want 1 to 65000")
     try:
-        words = shlex.split(command), shlex.split(args)
+        shlex.split(args)
+        program = shlex.split(command)
     except ValueError as error:
         raise UserError(f"command={command!r}, args={args!r}: {error}: want words as a shell takes them") from None
-    if not words[0]:
+    if not program:
         raise UserError("command is empty: want what starts SGLang, as in .venv-sglang/bin/sglang serve")
 
 
 def start(model, port, devices, dtype, shift, command, args, **popen):
     """Start a server process in a session of its own -> subprocess.Popen; it isn't ready yet. Raises UserError."""
-    wan = wan_model.describe(model)
-    check_model(model)
-    program = shlex.split(command)
-    environment = {name: value for name, value in os.environ.items()
-                   if not name.startswith(("TORCHELASTIC", "TORCH_NCCL"))
-                   and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
-                                    "ROLE_NAME", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-                   }
-    folders = [_SHIM, *filter(None, [environment.get("PYTHONPATH")])]
-    environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "PYTHONPATH": os.pathsep.join(folders),
-                    "NANOWAN_LAUNCHER": str(os.getpid())}
+    wan, program = wan_model.describe(model), shlex.split(command)
+    environment = {name: value for name, value in os.environ.items() if not re.match(TORCHRUNS, name)}
+    environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "NANOWAN_LAUNCHER": str(os.getpid()),
+                    "PYTHONPATH": f"{SHIM}:{environment.get('PYTHONPATH', '')}".rstrip(":")}
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
@@ -120,23 +122,32 @@ def end(process):
             pass
 
 
-def body_of(error):
-    """What an HTTPError says, or nothing where the connection broke."""
+def request(url, body=None, timeout=30):
+    """GET, or POST of JSON -> the answer's bytes. ServerError where it may pass by itself, UserError where it won't."""
     try:
-        return error.read()
-    except (OSError, http.client.HTTPException):
-        return b""
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with HTTP.open(asked, timeout=timeout) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            code, said = error.code, error.read()
+    except (OSError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", error)
+        raise ServerError(f"{url}: {cause or type(error).__name__}", gone=not isinstance(cause, TimeoutError)) from None
+    reason = f"{url} answered {code}: {said[:300].decode(errors='replace')}"
+    if code < 500:
+        raise UserError(reason)
+    raise ServerError(reason, gone=WORKER_GONE in reason)
 
 
 def health(url):
     """-> "up"; "dead": its HTTP process answers that the worker behind it is gone; "away": nobody answers."""
     try:
-        with HTTP.open(f"{url}/health", timeout=5):
-            return "up"
-    except urllib.error.HTTPError as error:
-        return "dead" if b"restart the server" in body_of(error) else "away"
-    except (OSError, http.client.HTTPException):
-        return "away"
+        request(f"{url}/health", timeout=5)
+        return "up"
+    except (ServerError, UserError) as error:
+        return "dead" if WORKER_GONE in str(error) else "away"
 
 
 class LaunchedServer:
@@ -151,8 +162,8 @@ class LaunchedServer:
         self.log_path, self.url_file, self.timeout, self.restarts = log_path, url_file, timeout, restarts
         self.ready, self.stopping, self.port, self.settings = ready, stopping, port, settings
         self.ending, self.process, self.url = threading.Event(), None, ""
-        with open(log_path, "wb"):
-            self.publish("")
+        self.publish("")
+        open(log_path, "wb").close()
         self._start()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -187,9 +198,7 @@ class LaunchedServer:
         self.publish(self.url)
 
     def publish(self, text):
-        with open(f"{self.url_file}.tmp", "w") as file:
-            file.write(text)
-        os.replace(f"{self.url_file}.tmp", self.url_file)
+        write_atomic(Path(self.url_file), text.encode())
 
     def tail(self):
         """The end of the log, for an error's one line."""
@@ -228,17 +237,12 @@ class LaunchedServer:
 def main():
     if not model:
         raise UserError("model is empty: want --model=, a diffusers folder or hub id")
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
-    check_start(port, command, args)
+    check_values(dict(dtype=dtype), one_of=dict(dtype=("float32", "bfloat16")))
+    check(model, port, command, args)
     if free_port(port) != port:
         raise UserError(f"port={port}: in use, or one of {port + 1}, {port + 10}, {port + 20}: want another")
     process = start(model, port, devices, dtype, shift, command, args)
-
-    def leave(*_):
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         code = process.wait()
     except KeyboardInterrupt:

@@ -21,14 +21,10 @@ PROCESS = f"{os.getpid()}-{time.time_ns()}"
 def add_cpu_operations():
     """The two fused operations of Wan's adaptive layer norms that sglang's CPU path calls and PyPI's wheel lacks."""
 
-    def norm(x, weight, bias, norm_type, eps):
+    def fused_norm_scale_shift_cpu(x, weight, bias, scale, shift, norm_type, eps):  # Wan's norm_type is "layer"
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
-        if norm_type == "layer":
-            return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
-        return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
-
-    def fused_norm_scale_shift_cpu(x, weight, bias, scale, shift, norm_type, eps):
-        return (norm(x, weight, bias, norm_type, eps) * (1 + scale.float()) + shift.float()).to(x.dtype)
+        normed = F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+        return (normed * (1 + scale.float()) + shift.float()).to(x.dtype)
 
     def fused_scale_residual_norm_scale_shift_cpu(residual, x, gate, weight, bias, scale, shift, norm_type, eps):
         summed = residual.float() + (x.float() if gate is None else x.float() * gate.float())
