@@ -213,7 +213,7 @@ class SGLangClient:
         negative = tensor_in(env, "neg_cond_kwargs", "encoder_hidden_states")
         if env and (negative is not None) != (self.guidance["guidance_scale"] != 1):
             raise UserError(f"{url}: guidance was {'on' if negative is not None else 'off'}, want the opposite")
-        velocity = tensor_in(answer, "rollout_debug_tensors", "rollout_model_outputs") if measured else None
+        velocity = tensor_in(answer, "rollout_debug_tensors", "rollout_model_outputs")
         if measured and velocity is None:
             raise UserError(f"{url}: asked for its velocities, got none: want sglang {WRITTEN_FOR}")
         return Answer(latents.float(), pixels.transpose(0, 1), condition,

@@ -1,7 +1,4 @@
-"""The policy's videos by SGLang servers: sampler.Sampler's methods, and the LoRA sync.
-
-Text encoder and VAE stay in the servers: their answers hold the embeddings, the given frame's latents and the videos.
-"""
+"""The policy's videos by SGLang servers: sampler.Sampler's methods, and the LoRA sync."""
 
 import atexit
 import math
@@ -18,35 +15,35 @@ from guard import UserError
 from sglang_client import SDE_TYPES, SGLangClient, urls_of
 
 
-def check_settings(settings, wan):
+def check_settings(config, wan):
     """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
-    if settings["sglang_launch"] == bool(settings["sglang_urls"]):
+    c, urls = config, urls_of(config)
+    if c["sglang_launch"] == bool(urls):
         raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,..., got "
-                        + ("both" if settings["sglang_launch"] else "neither"))
-    urls = urls_of(settings)
+                        + ("both" if urls else "neither"))
     for url in urls:
         if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
             raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated, each once")
-    sglang_server.check(wan.model, settings["sglang_port"], settings["sglang_command"], settings["sglang_args"])
+    sglang_server.check(wan.model, c["sglang_port"], c["sglang_command"], c["sglang_args"])
     if wan.boundary_ratio and not math.isclose(round(1000 * wan.boundary_ratio), 1000 * wan.boundary_ratio):
         raise UserError(f"boundary_ratio={wan.boundary_ratio}: SGLang routes by whole timesteps; want three decimals")
-    if not settings["lora_rank"]:
+    if not c["lora_rank"]:
         raise UserError("lora_rank=0: the servers are given LoRA adapters; want a lora_rank of 1 or more")
-    if settings["law"] not in SDE_TYPES:
-        raise UserError(f"law={settings['law']}: SGLang has {' and '.join(SDE_TYPES)}")
-    scales = settings["guidance_scale"], settings["guidance_scale_2"] or settings["guidance_scale"]
+    if c["law"] not in SDE_TYPES:
+        raise UserError(f"law={c['law']}: SGLang has {' and '.join(SDE_TYPES)}")
+    scales = c["guidance_scale"], c["guidance_scale_2"] or c["guidance_scale"]
     if min(scales) < 1 or (scales[0] == 1) != (scales[1] == 1):
         raise UserError(f"guidance_scale={scales[0]:g}, guidance_scale_2={scales[1]:g}: SGLang has guidance on (both "
                         "more than 1) or off (both 1)")
-    if settings["max_text_tokens"] != 512:
-        raise UserError(f"max_text_tokens={settings['max_text_tokens']}: SGLang's servers always use 512")
-    if (settings["sglang_retries"] + 1) * settings["sglang_timeout"] > 1500:
-        raise UserError(f"sglang_timeout={settings['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
+    if c["max_text_tokens"] != 512:
+        raise UserError(f"max_text_tokens={c['max_text_tokens']}: SGLang's servers always use 512")
+    if (c["sglang_retries"] + 1) * c["sglang_timeout"] > 1500:
+        raise UserError(f"sglang_timeout={c['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
                         "together, the other ranks wait meanwhile")
-    if settings["lora_sync"] == "disk" and not os.path.isdir(settings["lora_sync_dir"]):
-        raise UserError(f"lora_sync_dir={settings['lora_sync_dir']}: no such folder; want one that the server sees too")
-    if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
-        raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
+    if c["lora_sync"] == "disk" and not os.path.isdir(c["lora_sync_dir"]):
+        raise UserError(f"lora_sync_dir={c['lora_sync_dir']}: no such folder; want one that the server sees too")
+    if c["lora_sync"] == "disk" and c["lora_alpha"] != int(c["lora_alpha"]):
+        raise UserError(f"lora_alpha={c['lora_alpha']}: lora_sync=disk wants a whole number")
 
 
 def record_of(policy, config, sigmas, positions, answers, window):
@@ -94,10 +91,7 @@ class SGLangSampler:
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 client.responsible = [""]
                 server = sglang_server.LaunchedServer(
-                    f"{place}.log", client.url_file, client.timeout, client.retries,
-                    lambda url: client.check(url, train_prompts), lambda: self.stop.requested, config["sglang_port"],
-                    model=config["model"], devices=config["sglang_devices"], dtype=config["dtype"],
-                    shift=config["shift"], command=config["sglang_command"], args=config["sglang_args"])
+                    place, config, lambda url: client.check(url, train_prompts), lambda: self.stop.requested)
                 self.close = server.end
                 atexit.register(server.end)
 
@@ -148,10 +142,9 @@ class SGLangSampler:
                 torch.cuda.empty_cache()  # what training's peak left reserved is the server's now
                 fsdp.barrier()
             with fsdp.all_ranks_agree():
-                if client.responsible:
-                    if self.config["sglang_colocated"]:
-                        client.memory("resume")
-                    client.sync(adapters)
+                if self.config["sglang_colocated"]:
+                    client.memory("resume")
+                client.sync(adapters)
             failed = [float(url in client.down and url in client.responsible) for url in client.urls]
             client.down = {url: client.down.get(url, f"{url} failed at the sync")
                            for url, down in zip(client.urls, fsdp.reduce_max(failed), strict=True) if down}
@@ -163,8 +156,7 @@ class SGLangSampler:
         if self.config["sglang_colocated"]:
             fsdp.barrier()  # every rank has its videos
             with fsdp.all_ranks_agree():
-                if self.client.responsible:
-                    self.client.memory("release")
+                self.client.memory("release")
 
     def check_drift(self, drift):
         """Say how far the servers' numbers are from the trainer's; UserError where that can't be rounding.

@@ -37,8 +37,7 @@ CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration 
 }
 
 PORT_TAKEN = "address already in use|port .* unavailable"  # in sglang's log
-TORCHRUNS = "TORCHELASTIC|TORCH_NCCL|(MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME)$"
-
+TORCHRUN = "TORCHELASTIC|TORCH_NCCL|(MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME)$"  # sets
 WORKER_GONE = "restart the server"  # in the answer of a server that can't work any more
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business with 127.0.0.1
 
@@ -64,9 +63,7 @@ def free_port(port):
     for first in range(port, min(port + 2000, 65000), 50):
         try:
             for offset in (0, 1, 10, 20):
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that just left: free
-                    probe.bind(("127.0.0.1", first + offset))
+                socket.create_server(("127.0.0.1", first + offset)).close()  # free, too, where a server just left
             return first
         except OSError:
             continue
@@ -93,7 +90,7 @@ def check(model, port, command, args):
 def start(model, port, devices, dtype, shift, command, args, **popen):
     """Start a server process in a session of its own -> subprocess.Popen; it isn't ready yet. Raises UserError."""
     wan, program = wan_model.describe(model), shlex.split(command)
-    environment = {name: value for name, value in os.environ.items() if not re.match(TORCHRUNS, name)}
+    environment = {name: value for name, value in os.environ.items() if not re.match(TORCHRUN, name)}
     environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "NANOWAN_LAUNCHER": str(os.getpid()),
                     "PYTHONPATH": f"{SHIM}:{environment.get('PYTHONPATH', '')}".rstrip(":")}
     if devices:
@@ -151,50 +148,48 @@ def health(url):
 
 
 class LaunchedServer:
-    """A server that belongs to this run: started, waited for, restarted at most `restarts` times, ended with the run.
+    """A server that belongs to this run: started, waited for, restarted at most sglang_retries times, ended with it.
 
-    `url_file` tells the other ranks of the node where it is: nothing while it isn't up, or "error ..." once it is given
-    up. It is written when `ready(url)` has returned, which checks the server and gives it the latest LoRA: nobody gets
-    a rollout of a policy that it doesn't hold yet. `stopping()`: whether the run was asked to stop.
+    config: train_grpo.py's settings. place: path of its .log, and of a .url that tells the other ranks of the node
+    where it is: nothing while it isn't up, or "error ..." once it is given up. The URL is written when `ready(url)` has
+    returned, which checks the server and gives it the latest LoRA: nobody gets a rollout of a policy that it doesn't
+    hold yet. `stopping()`: whether the run was asked to stop.
     """
 
-    def __init__(self, log_path, url_file, timeout, restarts, ready, stopping, port, **settings):
-        self.log_path, self.url_file, self.timeout, self.restarts = log_path, url_file, timeout, restarts
-        self.ready, self.stopping, self.port, self.settings = ready, stopping, port, settings
-        self.ending, self.process, self.url = threading.Event(), None, ""
+    def __init__(self, place, config, ready, stopping):
+        self.log_path, self.url_file, self.ready, self.stopping = f"{place}.log", f"{place}.url", ready, stopping
+        self.config, self.restarts, self.port = config, config["sglang_retries"], config["sglang_port"]
+        self.ending = threading.Event()
         self.publish("")
-        open(log_path, "wb").close()
+        open(self.log_path, "wb").close()
         self._start()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def _start(self):
+    def _start(self, attempts=3):
         """At the first free ports, or further up where somebody takes one of them while the server loads."""
-        for attempts_left in (2, 1, 0):
-            self.port = free_port(self.port)
-            try:
-                return self._start_here()
-            except UserError:
-                if not attempts_left or not re.search(PORT_TAKEN, self.tail(), re.IGNORECASE):
-                    raise
-                self.port += 50
-
-    def _start_here(self):
+        config, self.port = self.config, free_port(self.port)
         with open(self.log_path, "ab") as log:
             self.log_start = log.tell()  # after what a server before it said
-            self.process = start(port=self.port, **self.settings, stdout=log, stderr=log)
-        self.url, until = f"http://127.0.0.1:{self.port}", time.time() + self.timeout
+            self.process = start(config["model"], self.port, config["sglang_devices"], config["dtype"],
+                                 config["shift"], config["sglang_command"], config["sglang_args"], stdout=log,
+                                 stderr=log)
+        self.url, until = f"http://127.0.0.1:{self.port}", time.time() + config["sglang_timeout"]
         try:
             while (state := health(self.url)) != "up":
                 if self.process.poll() is not None or state == "dead":
                     raise UserError(f"the SGLang server ended (code {self.process.poll()}): {self.tail()}")
                 if time.time() > until:
-                    raise UserError(f"SGLang's server isn't up after sglang_timeout={self.timeout:g} s: {self.tail()}")
+                    raise UserError(f"SGLang's server isn't up after sglang_timeout={config['sglang_timeout']:g} s: "
+                                    + self.tail())
                 if self.ending.wait(0.5) or self.stopping():
                     raise UserError("stopped while the SGLang server was starting")
             self.ready(self.url)
-        except BaseException:
+        except BaseException as error:
             end(self.process)
-            raise
+            if attempts == 1 or not re.search(PORT_TAKEN, str(error), re.IGNORECASE):
+                raise
+            self.port += 50
+            return self._start(attempts - 1)
         self.publish(self.url)
 
     def publish(self, text):

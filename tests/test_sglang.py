@@ -445,21 +445,22 @@ def test_a_port_that_is_taken_while_the_server_loads_costs_nothing(world, tmp_pa
     Path("fake.py").write_text(LOSES_ITS_PORT_ONCE)
 
     def launch(program):
-        return sglang_server.LaunchedServer(
-            "log", "url", 60.0, 0, seen.append, lambda: False, 29000, model=str(world / "ti2v"), devices="",
-            dtype="float32", shift=5.0, command=f"{sys.executable} {program}", args="")
+        config = dict(model=str(world / "ti2v"), dtype="float32", shift=5.0, sglang_timeout=60.0, sglang_retries=0,
+                      sglang_port=29000, sglang_devices="", sglang_command=f"{sys.executable} {program}",
+                      sglang_args="")
+        return sglang_server.LaunchedServer("server", config, seen.append, lambda: False)
 
     seen = []
     server = launch("fake.py")
     try:
-        assert seen == [server.url] == [Path("url").read_text()]
+        assert seen == [server.url] == [Path("server.url").read_text()]
         assert int(server.url.rpartition(":")[2]) >= 29050 and server.restarts == 0
     finally:
         server.end()
     Path("never.py").write_text("import sys; sys.exit('Address already in use')")
     with pytest.raises(UserError, match=r"the SGLang server ended \(code 1\): Address already in use"):
         launch("never.py")
-    assert Path("log").read_text().count("Address already in use") == 3
+    assert Path("server.log").read_text().count("Address already in use") == 3
 
 
 def test_a_dead_servers_log_is_quoted_without_colours_and_requests(tmp_path):
