@@ -25,7 +25,6 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-import flow
 import model as wan_model
 from adapters import check_layers, linear_shapes
 from guard import UserError
@@ -225,9 +224,8 @@ class SGLangClient:
     def sync(self, adapters):
         """Give the servers this rank is responsible for the whole LoRA of each expert; it replaces the last one.
 
-        adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": tensor}, ...}: the names that the server wants too, and
-        model.FOLDERS names its target module; they are sent in the dtype of the policy and of the server's transformer.
-        A server of the user's that goes on failing is left alone until the next sync.
+        adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": tensor}, ...}: the names that the server wants; sent in
+        the policy's dtype. A server of the user's that goes on failing is left alone until the next sync.
         """
         for tensors in adapters.values():
             check_layers(tensors, self.shapes)
@@ -282,12 +280,12 @@ class SGLangClient:
             except ServerError as error:
                 raise UserError(f"sglang_colocated=True: couldn't {wanted} memory: {error}") from None
 
-    def check(self, url, prompts):
+    def check(self, url, prompts, sigmas):
         """The server is there, with this model and this version's answers: a whole rollout. UserError, one line."""
         try:
             info = json.loads(request(f"{url}/server_info"))
             served, ours = info["model_path"], self.wan.model
-        except (ServerError, ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{url}: no SGLang server there ({error}): start one with python sglang_server.py, or set "
                             "sglang_launch=True") from None
         if info.get("version") != WRITTEN_FOR:
@@ -296,14 +294,10 @@ class SGLangClient:
         name = os.path.realpath if here else os.path.basename
         if name(served.rstrip("/")) != name(ours.rstrip("/")):
             raise UserError(f"{url}: serves {served}, want {ours}: start it with this run's --model")
-        sigmas = flow.sigma_grid(self.config["num_steps"], self.config["shift"])
         self.probe = prompts.prompts[0], png_url(prompts, 0), 0, sigmas
-        try:
-            if self.config["sglang_colocated"]:
-                request(f"{url}/resume_memory_occupation", {}, self.timeout)  # the run before may have left it asleep
-            request(f"{url}/v1/unmerge_lora_weights", {}, self.timeout)  # of that run
-            self.untrained[url] = self.ask(url, *self.probe).latents
-            if self.latest:  # started anew in the middle of a run
-                self.send(url)
-        except ServerError as error:
-            raise UserError(str(error)) from None
+        if self.config["sglang_colocated"]:
+            request(f"{url}/resume_memory_occupation", {}, self.timeout)  # the run before may have left it asleep
+        request(f"{url}/v1/unmerge_lora_weights", {}, self.timeout)  # of that run
+        self.untrained[url] = self.ask(url, *self.probe).latents
+        if self.latest:  # started anew in the middle of a run
+            self.send(url)

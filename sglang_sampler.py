@@ -3,6 +3,7 @@
 import atexit
 import math
 import os
+from functools import partial
 
 import torch
 
@@ -83,15 +84,15 @@ class SGLangSampler:
         self.eval_sigmas = flow.sigma_grid(config["num_eval_steps"], config["shift"])
         self.client = client = SGLangClient(config, policy, latent_shape, guidance, device.type, *fsdp.place())
         self.close = lambda: None  # ends a launched server
+        check = partial(client.check, prompts=train_prompts, sigmas=self.sigmas)  # of a URL
         for url in client.responsible:
-            client.check(url, train_prompts)
+            check(url)
         if config["sglang_launch"]:
             place = os.path.join(config["out_dir"], "sglang", f"node_{os.environ.get('GROUP_RANK', '0')}")
             client.url_file = f"{place}.url"
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 client.responsible = [""]
-                server = sglang_server.LaunchedServer(
-                    place, config, lambda url: client.check(url, train_prompts), lambda: self.stop.requested)
+                server = sglang_server.LaunchedServer(place, config, check, lambda: self.stop.requested)
                 self.close = server.end
                 atexit.register(server.end)
 

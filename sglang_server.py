@@ -50,10 +50,10 @@ command = ".venv-sglang/bin/sglang serve"  # what starts the server
 args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"; "--host ..." opens it to everyone who reaches it
 
 
-class ServerError(Exception):
+class ServerError(UserError):
     """A request that may succeed with another server, or again; `gone`: this server's process isn't there any more."""
 
-    def __init__(self, reason, gone):
+    def __init__(self, reason, gone=False):  # fsdp.all_ranks_agree makes it anew from its words
         super().__init__(reason)
         self.gone = gone
 
@@ -143,7 +143,7 @@ def health(url):
     try:
         request(f"{url}/health", timeout=5)
         return "up"
-    except (ServerError, UserError) as error:
+    except UserError as error:
         return "dead" if WORKER_GONE in str(error) else "away"
 
 
@@ -157,10 +157,10 @@ class LaunchedServer:
     """
 
     def __init__(self, place, config, ready, stopping):
-        self.log_path, self.url_file, self.ready, self.stopping = f"{place}.log", f"{place}.url", ready, stopping
+        self.log_path, self.url_file, self.ready, self.stopping = f"{place}.log", Path(f"{place}.url"), ready, stopping
         self.config, self.restarts, self.port = config, config["sglang_retries"], config["sglang_port"]
         self.ending = threading.Event()
-        self.publish("")
+        write_atomic(self.url_file, b"")
         open(self.log_path, "wb").close()
         self._start()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -190,10 +190,7 @@ class LaunchedServer:
                 raise
             self.port += 50
             return self._start(attempts - 1)
-        self.publish(self.url)
-
-    def publish(self, text):
-        write_atomic(Path(self.url_file), text.encode())
+        write_atomic(self.url_file, self.url.encode())
 
     def tail(self):
         """The end of the log, for an error's one line."""
@@ -209,7 +206,7 @@ class LaunchedServer:
         while not self.ending.wait(1.0):
             if self.process.poll() is None and health(self.url) != "dead":
                 continue
-            self.publish("")
+            write_atomic(self.url_file, b"")
             code = self.process.poll()
             cause = "its worker" if code is None else f"code {code}"
             end(self.process)  # what it left running
@@ -221,7 +218,7 @@ class LaunchedServer:
                 self.port += 50  # another URL, so that nobody takes it for the one before
                 self._start()
             except Exception as error:
-                self.publish(f"error {error}")
+                write_atomic(self.url_file, f"error {error}".encode())
                 return
 
     def end(self):

@@ -360,7 +360,7 @@ def test_memory_is_released_by_the_responsible_rank(world, fakes):
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_server_left_asleep_is_woken(world, fakes, colocated):
     client, lines = make_client(world, urls=[fakes[0].url], sglang_colocated=colocated)
-    client.check(fakes[0].url, lines)
+    client.check(fakes[0].url, lines, flow.sigma_grid(4, 5.0))
     paths = [path for path, _ in fakes[0].bodies]
     woken = ["/resume_memory_occupation"] if colocated else []
     assert paths == [*woken, "/v1/unmerge_lora_weights", "/rollout/generate"]
@@ -368,7 +368,7 @@ def test_a_server_left_asleep_is_woken(world, fakes, colocated):
 
 def test_a_sync_that_changes_nothing_is_noticed(world, fakes):
     client, lines = make_client(world, urls=[fakes[0].url])
-    client.check(fakes[0].url, lines)
+    client.check(fakes[0].url, lines, flow.sigma_grid(4, 5.0))
     fakes[0].message = "Updated 20 LoRA layers in transformer from IPC tensors (skipped 0 unknown layers)."
     untouched = {"single": {name: 0 * tensor if "lora_B" in name else tensor
                             for name, tensor in random_adapters(client.wan, 0)["single"].items()}}
@@ -409,6 +409,8 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
         (dict(sglang_launch=True, sglang_command='sh -c "sleep 60"', sglang_timeout=2), "up after sglang_timeout=2 s"),
     ]:
         assert words in refusal("train_grpo.py", **base | change)
+    fakes[0].broken = [500]
+    assert f"{fakes[0].url}/v1/unmerge_lora_weights answered 500" in refusal("train_grpo.py", **base | here)
     fakes[1].info = ["another service"]  # on this port
     assert f"{fakes[1].url}: no SGLang server there" in refusal("train_grpo.py", **base, sglang_urls=fakes[1].url)
     assert not (tmp_path / "out/config.json").exists() and not (tmp_path / "out/ckpt").exists()
@@ -584,7 +586,7 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
     scale_2 = scale - 1 if scale > 1 else 1.0  # the low expert's
     scales = dict(guidance_scale=scale, guidance_scale_2=scale_2 if kind == "i2v" else scale)
     client, lines = make_client(world, kind, **scales, law=law, urls=[url])
-    client.check(url, lines)
+    client.check(url, lines, flow.sigma_grid(4, 5.0))
     sigmas = flow.sigma_grid(4, 5.0)  # i2v: high at 1 and 0.94, low from 0.83 on: the window crosses the boundary
     seeds = [flow.seed_of(7, n) for n in range(2)]
     asked = [client.submit(lines, n, seed, sigmas, window, measured=True) for n, seed in enumerate(seeds)]
@@ -636,7 +638,7 @@ def test_a_synced_lora_replaces_the_last_one_and_equals_ours(world, serve, tmp_p
 
     zero = {expert: {name: 0 * t if "lora_B" in name else t for name, t in tensors.items()}
             for expert, tensors in random_adapters(client.wan, 1).items()}
-    client.check(url, lines)
+    client.check(url, lines, flow.sigma_grid(4, 5.0))
     base, made = latents(), {}
     for seed in (1, 2):
         client.sync(random_adapters(client.wan, seed))
