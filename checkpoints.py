@@ -170,3 +170,8 @@ def saved_names(path):
 def load(path, tensors):
     """Fill tensors in place from a checkpoint written by any number of ranks. Collective."""
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path), no_dist=not dist.is_initialized())
+
+
+def restore(path, parameters, optimizer, averages):
+    """What training_tensors saved, back in place. Collective."""
+    load(path, training_tensors(parameters, optimizer, averages, saved_names(path)))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flow import seeded
+from fsdp import reduce_sum
 from model import masked_mean
 
 LAWS = ("flow", "dance", "cps")
@@ -113,3 +114,11 @@ class Record:
     negative_text: torch.Tensor | None  # 1 n d
     steps: list  # one Step for each of the window
     rewards: dict  # name -> b
+
+
+def of_all_ranks(records, name, num_videos):
+    """A reward of all the iteration's videos, in order, on every rank: float64 prompts x members, flat. Collective."""
+    everywhere = torch.zeros(num_videos, dtype=torch.float64)
+    for record in records:
+        everywhere[list(record.positions)] = record.rewards[name].double()
+    return torch.tensor(reduce_sum(everywhere.tolist()), dtype=torch.float64)

@@ -177,17 +177,15 @@ with fsdp.all_ranks_agree():
         raise UserError('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
     train_prompts = Prompts(data_jsonl, height, width, needs_image=policy.kind != "t2v")
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=policy.kind != "t2v")
-    group_indices(len(train_prompts), prompts_per_iteration, 0, seed)  # are there enough?
     weights = reward.parse_rewards(rewards)
     checkpoint = checkpoints.to_resume(out_dir, resume)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
     if meta:
         changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
-with fsdp.all_ranks_agree():
-    mesh = fsdp.make_mesh(device, dp_replicate)
 sigmas = flow.sigma_grid(num_steps, shift)
 with fsdp.all_ranks_agree():
+    mesh = fsdp.make_mesh(device, dp_replicate)
     described = grpo_checks.describe_run(config, policy, latent_shape, guidance, sigmas, device, world_size)
 say("\n".join(described))
 
@@ -221,8 +219,7 @@ averages = {"ema": ema.shadow} if ema else {}
 start_iteration = meta["step"] if meta else 0
 saved_iteration = meta["step"] if meta else -1  # of the last checkpoint
 if checkpoint:
-    saved = checkpoints.saved_names(checkpoint)
-    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, averages, saved))
+    checkpoints.restore(checkpoint, parameters, optimizer, averages)
     say(f"resumed    {checkpoint}: iteration {start_iteration}")
     say(f"changed    {changed}")
     if start_iteration >= max_iterations:
@@ -269,14 +266,6 @@ def roll_out(iteration, window):
         bar.update(len(of))
     bar.close()
     return records if len(records) * rollout_batch == videos_each else None
-
-
-def rewards_of_all(records, name):
-    """A reward of all the iteration's videos, in order, on every rank -> float64 prompts x members."""
-    everywhere = torch.zeros(num_videos, dtype=torch.float64)
-    for record in records:
-        everywhere[list(record.positions)] = record.rewards[name].double()
-    return torch.tensor(fsdp.reduce_sum(everywhere.tolist()), dtype=torch.float64)
 
 
 def distribution(record, step):
@@ -393,7 +382,7 @@ for iteration in range(start_iteration, max_iterations):
                 step.reference_mean = distribution(record, step).mean.detach().cpu()
 
     # 3. advantages: how much better a video is than the others of its prompt
-    each = {name: rewards_of_all(records, name) for name in train_rewards}  # name -> prompts x members, flat
+    each = {name: wan_rollout.of_all_ranks(records, name, num_videos) for name in train_rewards}  # name -> all videos'
     total = reward.mix(each, weights)
     groups = torch.arange(num_videos) // group_size
     advantages, zero_std_groups = reward.group_advantages(total, groups, global_std, advantage_clip)

@@ -241,8 +241,7 @@ def lr_at(step):
 
 
 if checkpoint:
-    saved = checkpoints.saved_names(checkpoint)
-    checkpoints.load(checkpoint, checkpoints.training_tensors(parameters, optimizer, averages, saved))
+    checkpoints.restore(checkpoint, parameters, optimizer, averages)
     say(f"resumed    {checkpoint}: step {start_step}, lr {meta['lr']:.3e} before, {lr_at(start_step):.3e} next")
     say(f"changed    {changed}")
     if start_step >= max_steps:
