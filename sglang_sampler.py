@@ -1,11 +1,9 @@
-"""The policy's videos by SGLang servers: sampler.Sampler's methods, and the LoRA sync.
-
-Text encoder and VAE stay in the servers: their answers hold the embeddings, the given frame's latents and the videos.
-"""
+"""The policy's videos by SGLang servers: sampler.Sampler's methods, and the LoRA sync."""
 
 import atexit
 import math
 import os
+from functools import partial
 
 import torch
 
@@ -15,44 +13,38 @@ import model as wan_model
 import rollout
 import sglang_server
 from guard import UserError
-from sglang_client import SDE_TYPES, SGLangClient, png_url
+from sglang_client import SDE_TYPES, SGLangClient, urls_of
 
 
-def urls_of(settings):
-    """The servers that the user started."""
-    return [url.strip().rstrip("/") for url in settings["sglang_urls"].split(",") if url.strip()]
-
-
-def check_settings(settings, wan):
+def check_settings(config, wan):
     """UserError, before anything is loaded or started, for what SGLang's rollouts can't do."""
-    if settings["sglang_launch"] == bool(settings["sglang_urls"]):
+    c, urls = config, urls_of(config)
+    if c["sglang_launch"] == bool(urls):
         raise UserError("rollout=sglang: want either sglang_launch=True or sglang_urls=http://host:port,..., got "
-                        + ("both" if settings["sglang_launch"] else "neither"))
-    urls = urls_of(settings)
+                        + ("both" if urls else "neither"))
     for url in urls:
         if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
             raise UserError(f"sglang_urls={url}: want http://host:port, comma-separated, each once")
-    sglang_server.check_model(wan.model)
-    sglang_server.check_start(settings["sglang_port"], settings["sglang_command"], settings["sglang_args"])
+    sglang_server.check(wan.model, c["sglang_port"], c["sglang_command"], c["sglang_args"])
     if wan.boundary_ratio and not math.isclose(round(1000 * wan.boundary_ratio), 1000 * wan.boundary_ratio):
         raise UserError(f"boundary_ratio={wan.boundary_ratio}: SGLang routes by whole timesteps; want three decimals")
-    if not settings["lora_rank"]:
+    if not c["lora_rank"]:
         raise UserError("lora_rank=0: the servers are given LoRA adapters; want a lora_rank of 1 or more")
-    if settings["law"] not in SDE_TYPES:
-        raise UserError(f"law={settings['law']}: SGLang has {' and '.join(SDE_TYPES)}")
-    scales = settings["guidance_scale"], settings["guidance_scale_2"] or settings["guidance_scale"]
+    if c["law"] not in SDE_TYPES:
+        raise UserError(f"law={c['law']}: SGLang has {' and '.join(SDE_TYPES)}")
+    scales = c["guidance_scale"], c["guidance_scale_2"] or c["guidance_scale"]
     if min(scales) < 1 or (scales[0] == 1) != (scales[1] == 1):
         raise UserError(f"guidance_scale={scales[0]:g}, guidance_scale_2={scales[1]:g}: SGLang has guidance on (both "
                         "more than 1) or off (both 1)")
-    if settings["max_text_tokens"] != 512:
-        raise UserError(f"max_text_tokens={settings['max_text_tokens']}: SGLang's servers always use 512")
-    if (settings["sglang_retries"] + 1) * settings["sglang_timeout"] > 1500:
-        raise UserError(f"sglang_timeout={settings['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
+    if c["max_text_tokens"] != 512:
+        raise UserError(f"max_text_tokens={c['max_text_tokens']}: SGLang's servers always use 512")
+    if (c["sglang_retries"] + 1) * c["sglang_timeout"] > 1500:
+        raise UserError(f"sglang_timeout={c['sglang_timeout']:g} x (1 + sglang_retries) s: want at most 1500 s "
                         "together, the other ranks wait meanwhile")
-    if settings["lora_sync"] == "disk" and not os.path.isdir(settings["lora_sync_dir"]):
-        raise UserError(f"lora_sync_dir={settings['lora_sync_dir']}: no such folder; want one that the server sees too")
-    if settings["lora_sync"] == "disk" and settings["lora_alpha"] != int(settings["lora_alpha"]):
-        raise UserError(f"lora_alpha={settings['lora_alpha']}: lora_sync=disk wants a whole number")
+    if c["lora_sync"] == "disk" and not os.path.isdir(c["lora_sync_dir"]):
+        raise UserError(f"lora_sync_dir={c['lora_sync_dir']}: no such folder; want one that the server sees too")
+    if c["lora_sync"] == "disk" and c["lora_alpha"] != int(c["lora_alpha"]):
+        raise UserError(f"lora_alpha={c['lora_alpha']}: lora_sync=disk wants a whole number")
 
 
 def record_of(policy, config, sigmas, positions, answers, window):
@@ -87,49 +79,26 @@ class SGLangSampler:
 
     def __init__(self, config, policy, latent_shape, guidance, device, train_prompts, eval_prompts, phases, stop):
         self.config, self.policy, self.guidance, self.device, self.phases = config, policy, guidance, device, phases
-        self.stop, self.prompts, self.version = stop, train_prompts, 0
+        self.stop, self.prompts, self.logged = stop, train_prompts, {"lora_version": 0}
         self.sigmas = flow.sigma_grid(config["num_steps"], config["shift"])
         self.eval_sigmas = flow.sigma_grid(config["num_eval_steps"], config["shift"])
-        rank, world_size = fsdp.place()
-        urls = urls_of(config)
-        sampling = {name: config[name] for name in ("law", "noise_level", "height", "width", "num_frames")}
-        self.client = client = SGLangClient(
-            policy, latent_shape, sampling | {"sigmas": self.sigmas}, guidance, config["negative_prompt"], device.type,
-            urls, responsible=urls[rank::world_size], rank=rank, concurrency=config["sglang_concurrency"],
-            timeout=config["sglang_timeout"], retries=config["sglang_retries"], colocated=config["sglang_colocated"])
+        self.client = client = SGLangClient(config, policy, latent_shape, guidance, device.type, *fsdp.place())
         self.close = lambda: None  # ends a launched server
-        example = train_prompts.prompts[0], png_url(train_prompts, 0)
+        check = partial(client.check, prompts=train_prompts, sigmas=self.sigmas)  # of a URL
         for url in client.responsible:
-            client.check(url, *example)
+            check(url)
         if config["sglang_launch"]:
-            folder, node = os.path.join(config["out_dir"], "sglang"), os.environ.get("GROUP_RANK", "0")
-            client.url_file = os.path.join(folder, f"node_{node}.url")
+            place = os.path.join(config["out_dir"], "sglang", f"node_{os.environ.get('GROUP_RANK', '0')}")
+            client.url_file = f"{place}.url"
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-                self._launch(folder, node, example)
-
-    def _launch(self, folder, node, example):
-        """A server of this node's own, which ends with the run."""
-        config, client = self.config, self.client
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"out_dir={config['out_dir']}: {error}: want a folder that can be written") from None
-        client.responsible = True
-        server = sglang_server.LaunchedServer(
-            os.path.join(folder, f"node_{node}.log"), client.url_file, client.timeout, client.retries,
-            lambda url: client.check(url, *example), lambda: self.stop.requested, config["sglang_port"],
-            model=config["model"], devices=config["sglang_devices"], dtype=config["dtype"], shift=config["shift"],
-            command=config["sglang_command"], args=config["sglang_args"])
-        self.close = server.end
-        atexit.register(server.end)
+                client.responsible = [""]
+                server = sglang_server.LaunchedServer(place, config, check, lambda: self.stop.requested)
+                self.close = server.end
+                atexit.register(server.end)
 
     def begun(self):
         """A line that tells where the servers are."""
         return f"servers    {', '.join(self.client.current_urls())}: each made a video of {self.prompts.prompts[0]!r}"
-
-    @property
-    def logged(self):
-        return {"lora_version": self.version}
 
     # ------------------------------------------------------------------------- videos
 
@@ -144,7 +113,8 @@ class SGLangSampler:
                      for n, (index, seed) in enumerate(zip(indices, seeds, strict=True))]
         for start in range(0, len(positions), size):
             if self.stop.anywhere():
-                self.client.cancel(asked)
+                for future in asked:  # what hasn't been sent isn't
+                    future.cancel()
                 return
             yield self._batch(positions[start : start + size], [asked.pop(0) for _ in range(size)], window)
 
@@ -168,32 +138,28 @@ class SGLangSampler:
     def sync(self, parameters):
         """Give all servers the adapters: gathered on all ranks, sent whole by the rank responsible for a server, what
         the server says compared with what was sent, agreed on by all. Collective."""
-        client, config = self.client, self.config
+        client = self.client
         with self.phases("sync"):
             adapters = wan_model.by_expert(fsdp.gather(parameters, wanted=bool(client.responsible)))
-            if client.colocated and self.device.type == "cuda":
+            if self.config["sglang_colocated"] and self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what training's peak left reserved is the server's now
                 fsdp.barrier()
             with fsdp.all_ranks_agree():
-                if client.responsible:
-                    if client.colocated:
-                        client.memory("resume")
-                    alpha = config["lora_alpha"] or float(config["lora_rank"])
-                    client.sync(adapters, config["lora_rank"], alpha, self.policy.dtype, config["lora_sync"],
-                                config["lora_sync_dir"])
+                if self.config["sglang_colocated"]:
+                    client.memory("resume")
+                client.sync(adapters)
             failed = [float(url in client.down and url in client.responsible) for url in client.urls]
             client.down = {url: client.down.get(url, f"{url} failed at the sync")
                            for url, down in zip(client.urls, fsdp.reduce_max(failed), strict=True) if down}
             client.processes.clear()  # a server that is another process from now on was started anew, without the LoRA
-            self.version += 1
+            self.logged["lora_version"] += 1
 
     def release(self):
         """On GPUs that the servers share with the trainer, they give their memory back until the next sync."""
-        if self.client.colocated:
+        if self.config["sglang_colocated"]:
             fsdp.barrier()  # every rank has its videos
             with fsdp.all_ranks_agree():
-                if self.client.responsible:
-                    self.client.memory("release")
+                self.client.memory("release")
 
     def check_drift(self, drift):
         """Say how far the servers' numbers are from the trainer's; UserError where that can't be rounding.

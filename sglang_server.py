@@ -9,6 +9,7 @@ it starts one by itself with the same function, restarts it when it dies, and en
 """
 
 import http.client
+import json
 import os
 import re
 import shlex
@@ -20,13 +21,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import encoders
 import model as wan_model
-from configurator import configure
-from guard import UserError
+from configurator import check_values, configure
+from guard import UserError, write_atomic
 
-_SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration sglang uses for it
     ("ti2v", 1): "Wan2.2-TI2V-5B-Diffusers",
     ("i2v", 2): "Wan2.2-I2V-A14B-Diffusers",
@@ -35,7 +37,8 @@ CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration 
 }
 
 PORT_TAKEN = "address already in use|port .* unavailable"  # in sglang's log
-
+TORCHRUN = "TORCHELASTIC|TORCH_NCCL|(MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME)$"  # sets
+WORKER_GONE = "restart the server"  # in the answer of a server that can't work any more
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business with 127.0.0.1
 
 model = ""  # diffusers folder or hub id
@@ -47,53 +50,49 @@ command = ".venv-sglang/bin/sglang serve"  # what starts the server
 args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"; "--host ..." opens it to everyone who reaches it
 
 
+class ServerError(UserError):
+    """A request that may succeed with another server, or again; `gone`: this server's process isn't there any more."""
+
+    def __init__(self, reason, gone=False):  # fsdp.all_ranks_agree makes it anew from its words
+        super().__init__(reason)
+        self.gone = gone
+
+
 def free_port(port):
     """The first of port, port + 50, port + 100, ... whose ports are all free."""
     for first in range(port, min(port + 2000, 65000), 50):
         try:
             for offset in (0, 1, 10, 20):
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that just left: free
-                    probe.bind(("127.0.0.1", first + offset))
+                socket.create_server(("127.0.0.1", first + offset)).close()  # free, too, where a server just left
             return first
         except OSError:
             continue
     raise UserError(f"port={port}: no free ones from there to {port + 2000}")
 
 
-def check_model(model):
-    """UserError for a model that SGLang's servers don't know."""
+def check(model, port, command, args):
+    """UserError for a model that SGLang's servers don't know, and for a port or words that can't start one."""
     if model.startswith("random:"):
         raise UserError(f"model={model}: SGLang's servers want a diffusers folder or hub id")
     if (name := encoders.vae_config(model)["_class_name"]) != "AutoencoderKLWan":
         raise UserError(f"model={model}: its VAE is {name}, SGLang's servers know AutoencoderKLWan only")
-
-
-def check_start(port, command, args):
-    """UserError for a port or words that can't start a server."""
     if not 1 <= port <= 65000:
         raise UserError(f"port={port}: want 1 to 65000")
     try:
-        words = shlex.split(command), shlex.split(args)
+        shlex.split(args)
+        program = shlex.split(command)
     except ValueError as error:
         raise UserError(f"command={command!r}, args={args!r}: {error}: want words as a shell takes them") from None
-    if not words[0]:
+    if not program:
         raise UserError("command is empty: want what starts SGLang, as in .venv-sglang/bin/sglang serve")
 
 
 def start(model, port, devices, dtype, shift, command, args, **popen):
     """Start a server process in a session of its own -> subprocess.Popen; it isn't ready yet. Raises UserError."""
-    wan = wan_model.describe(model)
-    check_model(model)
-    program = shlex.split(command)
-    environment = {name: value for name, value in os.environ.items()
-                   if not name.startswith(("TORCHELASTIC", "TORCH_NCCL"))
-                   and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
-                                    "ROLE_NAME", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-                   }
-    folders = [_SHIM, *filter(None, [environment.get("PYTHONPATH")])]
-    environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "PYTHONPATH": os.pathsep.join(folders),
-                    "NANOWAN_LAUNCHER": str(os.getpid())}
+    wan, program = wan_model.describe(model), shlex.split(command)
+    environment = {name: value for name, value in os.environ.items() if not re.match(TORCHRUN, name)}
+    environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "NANOWAN_LAUNCHER": str(os.getpid()),
+                    "PYTHONPATH": f"{SHIM}:{environment.get('PYTHONPATH', '')}".rstrip(":")}
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
@@ -120,76 +119,78 @@ def end(process):
             pass
 
 
-def body_of(error):
-    """What an HTTPError says, or nothing where the connection broke."""
+def request(url, body=None, timeout=30):
+    """GET, or POST of JSON -> the answer's bytes. ServerError where it may pass by itself, UserError where it won't."""
     try:
-        return error.read()
-    except (OSError, http.client.HTTPException):
-        return b""
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with HTTP.open(asked, timeout=timeout) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            code, said = error.code, error.read()
+    except (OSError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", error)
+        raise ServerError(f"{url}: {cause or type(error).__name__}", gone=not isinstance(cause, TimeoutError)) from None
+    reason = f"{url} answered {code}: {said[:300].decode(errors='replace')}"
+    if code < 500:
+        raise UserError(reason)
+    raise ServerError(reason, gone=WORKER_GONE in reason)
 
 
 def health(url):
     """-> "up"; "dead": its HTTP process answers that the worker behind it is gone; "away": nobody answers."""
     try:
-        with HTTP.open(f"{url}/health", timeout=5):
-            return "up"
-    except urllib.error.HTTPError as error:
-        return "dead" if b"restart the server" in body_of(error) else "away"
-    except (OSError, http.client.HTTPException):
-        return "away"
+        request(f"{url}/health", timeout=5)
+        return "up"
+    except UserError as error:
+        return "dead" if WORKER_GONE in str(error) else "away"
 
 
 class LaunchedServer:
-    """A server that belongs to this run: started, waited for, restarted at most `restarts` times, ended with the run.
+    """A server that belongs to this run: started, waited for, restarted at most sglang_retries times, ended with it.
 
-    `url_file` tells the other ranks of the node where it is: nothing while it isn't up, or "error ..." once it is given
-    up. It is written when `ready(url)` has returned, which checks the server and gives it the latest LoRA: nobody gets
-    a rollout of a policy that it doesn't hold yet. `stopping()`: whether the run was asked to stop.
+    config: train_grpo.py's settings. place: path of its .log, and of a .url that tells the other ranks of the node
+    where it is: nothing while it isn't up, or "error ..." once it is given up. The URL is written when `ready(url)` has
+    returned, which checks the server and gives it the latest LoRA: nobody gets a rollout of a policy that it doesn't
+    hold yet. `stopping()`: whether the run was asked to stop.
     """
 
-    def __init__(self, log_path, url_file, timeout, restarts, ready, stopping, port, **settings):
-        self.log_path, self.url_file, self.timeout, self.restarts = log_path, url_file, timeout, restarts
-        self.ready, self.stopping, self.port, self.settings = ready, stopping, port, settings
-        self.ending, self.process, self.url = threading.Event(), None, ""
-        with open(log_path, "wb"):
-            self.publish("")
+    def __init__(self, place, config, ready, stopping):
+        self.log_path, self.url_file, self.ready, self.stopping = f"{place}.log", Path(f"{place}.url"), ready, stopping
+        self.config, self.restarts, self.port = config, config["sglang_retries"], config["sglang_port"]
+        self.ending = threading.Event()
+        write_atomic(self.url_file, b"")
+        open(self.log_path, "wb").close()
         self._start()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def _start(self):
+    def _start(self, attempts=3):
         """At the first free ports, or further up where somebody takes one of them while the server loads."""
-        for attempts_left in (2, 1, 0):
-            self.port = free_port(self.port)
-            try:
-                return self._start_here()
-            except UserError:
-                if not attempts_left or not re.search(PORT_TAKEN, self.tail(), re.IGNORECASE):
-                    raise
-                self.port += 50
-
-    def _start_here(self):
+        config, self.port = self.config, free_port(self.port)
         with open(self.log_path, "ab") as log:
             self.log_start = log.tell()  # after what a server before it said
-            self.process = start(port=self.port, **self.settings, stdout=log, stderr=log)
-        self.url, until = f"http://127.0.0.1:{self.port}", time.time() + self.timeout
+            self.process = start(config["model"], self.port, config["sglang_devices"], config["dtype"],
+                                 config["shift"], config["sglang_command"], config["sglang_args"], stdout=log,
+                                 stderr=log)
+        self.url, until = f"http://127.0.0.1:{self.port}", time.time() + config["sglang_timeout"]
         try:
             while (state := health(self.url)) != "up":
                 if self.process.poll() is not None or state == "dead":
                     raise UserError(f"the SGLang server ended (code {self.process.poll()}): {self.tail()}")
                 if time.time() > until:
-                    raise UserError(f"SGLang's server isn't up after sglang_timeout={self.timeout:g} s: {self.tail()}")
+                    raise UserError(f"SGLang's server isn't up after sglang_timeout={config['sglang_timeout']:g} s: "
+                                    + self.tail())
                 if self.ending.wait(0.5) or self.stopping():
                     raise UserError("stopped while the SGLang server was starting")
             self.ready(self.url)
-        except BaseException:
+        except BaseException as error:
             end(self.process)
-            raise
-        self.publish(self.url)
-
-    def publish(self, text):
-        with open(f"{self.url_file}.tmp", "w") as file:
-            file.write(text)
-        os.replace(f"{self.url_file}.tmp", self.url_file)
+            if attempts == 1 or not re.search(PORT_TAKEN, str(error), re.IGNORECASE):
+                raise
+            self.port += 50
+            return self._start(attempts - 1)
+        write_atomic(self.url_file, self.url.encode())
 
     def tail(self):
         """The end of the log, for an error's one line."""
@@ -205,7 +206,7 @@ class LaunchedServer:
         while not self.ending.wait(1.0):
             if self.process.poll() is None and health(self.url) != "dead":
                 continue
-            self.publish("")
+            write_atomic(self.url_file, b"")
             code = self.process.poll()
             cause = "its worker" if code is None else f"code {code}"
             end(self.process)  # what it left running
@@ -217,7 +218,7 @@ class LaunchedServer:
                 self.port += 50  # another URL, so that nobody takes it for the one before
                 self._start()
             except Exception as error:
-                self.publish(f"error {error}")
+                write_atomic(self.url_file, f"error {error}".encode())
                 return
 
     def end(self):
@@ -228,17 +229,12 @@ class LaunchedServer:
 def main():
     if not model:
         raise UserError("model is empty: want --model=, a diffusers folder or hub id")
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={dtype}: want float32 or bfloat16")
-    check_start(port, command, args)
+    check_values(dict(dtype=dtype), one_of=dict(dtype=("float32", "bfloat16")))
+    check(model, port, command, args)
     if free_port(port) != port:
         raise UserError(f"port={port}: in use, or one of {port + 1}, {port + 10}, {port + 20}: want another")
     process = start(model, port, devices, dtype, shift, command, args)
-
-    def leave(*_):
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         code = process.wait()
     except KeyboardInterrupt:

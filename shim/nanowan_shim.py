@@ -13,6 +13,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 WRITTEN_FOR = "0.5.23"
 PROCESS = f"{os.getpid()}-{time.time_ns()}"
@@ -20,30 +21,23 @@ PROCESS = f"{os.getpid()}-{time.time_ns()}"
 
 def add_cpu_operations():
     """The two fused operations of Wan's adaptive layer norms that sglang's CPU path calls and PyPI's wheel lacks."""
+    if hasattr(torch.ops.sgl_kernel, "fused_norm_scale_shift_cpu"):
+        return
 
-    def norm(x, weight, bias, norm_type, eps):
+    def normed(x, weight, bias, scale, shift, eps):
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
-        if norm_type == "layer":
-            return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
-        return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps) * (1 + scale.float()) + shift.float()
 
-    def fused_norm_scale_shift_cpu(x, weight, bias, scale, shift, norm_type, eps):
-        return (norm(x, weight, bias, norm_type, eps) * (1 + scale.float()) + shift.float()).to(x.dtype)
+    @torch.library.custom_op("sgl_kernel::fused_norm_scale_shift_cpu", mutates_args=())
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, norm_type: str,
+             eps: float) -> Tensor:  # norm_type: "layer" in Wan
+        return normed(x, weight, bias, scale, shift, eps).to(x.dtype)
 
-    def fused_scale_residual_norm_scale_shift_cpu(residual, x, gate, weight, bias, scale, shift, norm_type, eps):
+    @torch.library.custom_op("sgl_kernel::fused_scale_residual_norm_scale_shift_cpu", mutates_args=())
+    def residual_norm(residual: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+                      scale: Tensor, shift: Tensor, norm_type: str, eps: float) -> tuple[Tensor, Tensor]:
         summed = residual.float() + (x.float() if gate is None else x.float() * gate.float())
-        normed = fused_norm_scale_shift_cpu(summed, weight, bias, scale, shift, norm_type, eps)
-        return normed.to(x.dtype), summed.to(x.dtype)
-
-    if not hasattr(torch.ops.sgl_kernel, "fused_norm_scale_shift_cpu"):
-        tail = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str norm_type, float eps)"
-        library = torch.library.Library("sgl_kernel", "FRAGMENT")
-        library.define(f"fused_norm_scale_shift_cpu(Tensor x, {tail} -> Tensor")
-        library.define(f"fused_scale_residual_norm_scale_shift_cpu(Tensor residual, Tensor x, Tensor? gate, {tail}"
-                       " -> (Tensor, Tensor)")
-        library.impl("fused_norm_scale_shift_cpu", fused_norm_scale_shift_cpu, "CPU")
-        library.impl("fused_scale_residual_norm_scale_shift_cpu", fused_scale_residual_norm_scale_shift_cpu, "CPU")
-        return library  # whose operations live as long as it does
+        return normed(summed, weight, bias, scale, shift, eps).to(x.dtype), summed.to(x.dtype)
 
 
 def keep_image_size():
@@ -132,11 +126,10 @@ def end_with_launcher():
         threading.Thread(target=watch, daemon=True).start()
 
 
-KEPT = []
 for patch in (add_cpu_operations, keep_image_size, return_image_latents, keep_timesteps, answer_with_bytes,
               keep_adapters_on_device, end_with_launcher):
     try:
-        KEPT.append(patch())
+        patch()
     except (ImportError, AttributeError) as error:
         import sglang
 

@@ -92,14 +92,16 @@ def paths(world, kind="ti2v"):
 
 
 def make_client(
-    world, kind="ti2v", guidance_scale=1.0, guidance_scale_2=1.0, num_steps=4, shift=5.0, law="flow", **more
+    world, kind="ti2v", guidance_scale=1.0, guidance_scale_2=1.0, law="flow", urls=(), rank=0, world_size=1, **more
 ):
-    """A client and the training prompts."""
+    """A client and the training prompts; more: its settings."""
     wan = wan_model.describe(str(world / kind))
     shape = (48, 3, 4, 6) if kind == "ti2v" else (16, 3, 8, 12)
     guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2, cfg_batched=False)
-    sampling = SIZE | dict(law=law, noise_level=0.7, sigmas=flow.sigma_grid(4, 5.0))
-    client = sglang_client.SGLangClient(wan, shape, sampling, guidance, "dark", "cpu", timeout=60, **more)
+    config = SIZE | dict(law=law, noise_level=0.7, num_steps=4, shift=5.0, negative_prompt="dark", lora_rank=4,
+                         lora_alpha=8.0, lora_sync="tensor", lora_sync_dir="", sglang_urls=",".join(urls),
+                         sglang_concurrency=4, sglang_timeout=60.0, sglang_retries=2, sglang_colocated=False) | more
+    client = sglang_client.SGLangClient(config, wan, shape, guidance, "cpu", rank, world_size)
     return client, prompts.Prompts(world / "train.jsonl", SIZE["height"], SIZE["width"])
 
 
@@ -226,7 +228,7 @@ def test_what_is_asked_and_what_comes_back(world, fakes):
     sigmas = flow.sigma_grid(4, 5.0)
     asked = [client.submit(lines, 5, flow.seed_of(0, 1, n), sigmas, window=[1, 2]) for n in range(6)]
     answers = [future.result() for future in asked]
-    record, pixels = sglang_sampler.record_of(client.wan, client.sampling, sigmas, range(6, 12), answers, [1, 2])
+    record, pixels = sglang_sampler.record_of(client.wan, client.config, sigmas, range(6, 12), answers, [1, 2])
     bodies = sorted((body for _, body in fakes[0].bodies), key=lambda body: body["seed"])
     assert [body["seed"] for body in bodies] == sorted(flow.seed_of(0, 1, n) for n in range(6))
     for body in bodies:
@@ -283,7 +285,7 @@ def test_answers_to_another_question_are_refused(world, fakes, change, words):
 
 def test_failures_are_retried_elsewhere_and_bounded(world, fakes):
     sigmas, urls = flow.sigma_grid(4, 5.0), [server.url for server in fakes]
-    client, lines = make_client(world, urls=urls, concurrency=1)
+    client, lines = make_client(world, urls=urls, sglang_concurrency=1)
     fakes[0].broken = [500]  # says so and lives on
     fakes[1].broken = [500]
     [client.submit(lines, 0, n, sigmas).result() for n in range(2)]
@@ -295,13 +297,13 @@ def test_failures_are_retried_elsewhere_and_bounded(world, fakes):
     with pytest.raises(UserError, match="no SGLang server left: http.*; http"):
         client.submit(lines, 0, 0, sigmas).result()
 
-    client, _ = make_client(world, urls=urls, retries=0, concurrency=1)
+    client, _ = make_client(world, urls=urls, sglang_retries=0, sglang_concurrency=1)
     fakes[0].broken, fakes[1].broken = [None], []
     [client.submit(lines, 0, n, sigmas).result() for n in range(2)]  # asking the next one is no retry
     fakes[1].process = "2"  # it came back by itself, without the LoRA
     with pytest.raises(UserError, match="no SGLang server left: .*; .* was started anew, without the LoRA"):
         client.submit(lines, 0, 0, sigmas).result()
-    client, _ = make_client(world, urls=urls[:1], retries=2)
+    client, _ = make_client(world, urls=urls[:1], sglang_retries=2)
     fakes[0].broken = [503] * 3
     with pytest.raises(UserError, match="no rollout after 3 attempts, the last: .* answered 503: .*no luck"):
         client.submit(lines, 0, 0, sigmas).result()
@@ -313,11 +315,12 @@ def test_failures_are_retried_elsewhere_and_bounded(world, fakes):
 
 def test_sync_counts_what_was_applied_and_leaves_failed_servers_out(world, fakes, tmp_path):
     urls = [server.url for server in fakes]
-    client, lines = make_client(world, urls=urls, responsible=urls)
+    client, lines = make_client(world, urls=urls)
     adapters = random_adapters(client.wan, 0)
     for server in fakes:
         server.message = "Updated 20 LoRA layers in transformer from IPC tensors (skipped 0 unknown layers)."
-    client.sync(adapters, 4, 8.0, torch.bfloat16, "tensor", "")
+    client.wan.dtype = torch.bfloat16
+    client.sync(adapters)
     for server in fakes:
         path, body = server.bodies[-1]
         (payload,) = body.pop("serialized_named_tensors")
@@ -328,10 +331,10 @@ def test_sync_counts_what_was_applied_and_leaves_failed_servers_out(world, fakes
         assert sent.keys() == adapters["single"].keys()
         assert all(torch.equal(tensor, adapters["single"][name].bfloat16()) for name, tensor in sent.items())
     fakes[1].broken = [None] * 9
-    client.sync(adapters, 4, 8.0, torch.float32, "tensor", "")
+    client.sync(adapters)
     assert list(client.down) == urls[1:]
     fakes[1].broken = []
-    client.sync(adapters, 4, 8.0, torch.float32, "tensor", "")  # it's back, and has the LoRA again
+    client.sync(adapters)  # it's back, and has the LoRA again
     assert not client.down
     for said in (
         "Updated 19 LoRA layers (skipped 1 unknown layers).",
@@ -339,12 +342,12 @@ def test_sync_counts_what_was_applied_and_leaves_failed_servers_out(world, fakes
     ):
         fakes[0].message = said
         with pytest.raises(UserError, match="sent a LoRA of 20 layers, it says: Updated"):
-            client.sync(adapters, 4, 8.0, torch.float32, "tensor", "")
+            client.sync(adapters)
 
 
 def test_memory_is_released_by_the_responsible_rank(world, fakes):
     urls = [server.url for server in fakes]
-    client, _ = make_client(world, urls=urls, responsible=urls[1:], retries=0)
+    client, _ = make_client(world, urls=urls, rank=1, world_size=2, sglang_retries=0)
     client.memory("release")
     client.memory("resume")
     assert not fakes[0].bodies
@@ -356,22 +359,22 @@ def test_memory_is_released_by_the_responsible_rank(world, fakes):
 
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_server_left_asleep_is_woken(world, fakes, colocated):
-    client, lines = make_client(world, urls=[fakes[0].url], responsible=[fakes[0].url], colocated=colocated)
-    client.check(fakes[0].url, lines.prompts[0], sglang_client.png_url(lines, 0))
+    client, lines = make_client(world, urls=[fakes[0].url], sglang_colocated=colocated)
+    client.check(fakes[0].url, lines, flow.sigma_grid(4, 5.0))
     paths = [path for path, _ in fakes[0].bodies]
     woken = ["/resume_memory_occupation"] if colocated else []
     assert paths == [*woken, "/v1/unmerge_lora_weights", "/rollout/generate"]
 
 
 def test_a_sync_that_changes_nothing_is_noticed(world, fakes):
-    client, lines = make_client(world, urls=[fakes[0].url], responsible=[fakes[0].url])
-    client.check(fakes[0].url, lines.prompts[0], sglang_client.png_url(lines, 0))
+    client, lines = make_client(world, urls=[fakes[0].url])
+    client.check(fakes[0].url, lines, flow.sigma_grid(4, 5.0))
     fakes[0].message = "Updated 20 LoRA layers in transformer from IPC tensors (skipped 0 unknown layers)."
     untouched = {"single": {name: 0 * tensor if "lora_B" in name else tensor
                             for name, tensor in random_adapters(client.wan, 0)["single"].items()}}
-    client.sync(untouched, 4, 8.0, torch.float32, "tensor", "")  # B = 0 is to change nothing
+    client.sync(untouched)  # B = 0 is to change nothing
     with pytest.raises(UserError, match="a LoRA was synced and the same rollout didn't change"):
-        client.sync(random_adapters(client.wan, 0), 4, 8.0, torch.float32, "tensor", "")
+        client.sync(random_adapters(client.wan, 0))
 
 
 def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path):
@@ -406,6 +409,8 @@ def test_bad_settings_are_one_line_before_anything_starts(world, fakes, tmp_path
         (dict(sglang_launch=True, sglang_command='sh -c "sleep 60"', sglang_timeout=2), "up after sglang_timeout=2 s"),
     ]:
         assert words in refusal("train_grpo.py", **base | change)
+    fakes[0].broken = [500]
+    assert f"{fakes[0].url}/v1/unmerge_lora_weights answered 500" in refusal("train_grpo.py", **base | here)
     fakes[1].info = ["another service"]  # on this port
     assert f"{fakes[1].url}: no SGLang server there" in refusal("train_grpo.py", **base, sglang_urls=fakes[1].url)
     assert not (tmp_path / "out/config.json").exists() and not (tmp_path / "out/ckpt").exists()
@@ -442,21 +447,22 @@ def test_a_port_that_is_taken_while_the_server_loads_costs_nothing(world, tmp_pa
     Path("fake.py").write_text(LOSES_ITS_PORT_ONCE)
 
     def launch(program):
-        return sglang_server.LaunchedServer(
-            "log", "url", 60.0, 0, seen.append, lambda: False, 29000, model=str(world / "ti2v"), devices="",
-            dtype="float32", shift=5.0, command=f"{sys.executable} {program}", args="")
+        config = dict(model=str(world / "ti2v"), dtype="float32", shift=5.0, sglang_timeout=60.0, sglang_retries=0,
+                      sglang_port=29000, sglang_devices="", sglang_command=f"{sys.executable} {program}",
+                      sglang_args="")
+        return sglang_server.LaunchedServer("server", config, seen.append, lambda: False)
 
     seen = []
     server = launch("fake.py")
     try:
-        assert seen == [server.url] == [Path("url").read_text()]
+        assert seen == [server.url] == [Path("server.url").read_text()]
         assert int(server.url.rpartition(":")[2]) >= 29050 and server.restarts == 0
     finally:
         server.end()
     Path("never.py").write_text("import sys; sys.exit('Address already in use')")
     with pytest.raises(UserError, match=r"the SGLang server ended \(code 1\): Address already in use"):
         launch("never.py")
-    assert Path("log").read_text().count("Address already in use") == 3
+    assert Path("server.log").read_text().count("Address already in use") == 3
 
 
 def test_a_dead_servers_log_is_quoted_without_colours_and_requests(tmp_path):
@@ -580,12 +586,12 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
     scale_2 = scale - 1 if scale > 1 else 1.0  # the low expert's
     scales = dict(guidance_scale=scale, guidance_scale_2=scale_2 if kind == "i2v" else scale)
     client, lines = make_client(world, kind, **scales, law=law, urls=[url])
-    client.check(url, lines.prompts[0], sglang_client.png_url(lines, 0))
+    client.check(url, lines, flow.sigma_grid(4, 5.0))
     sigmas = flow.sigma_grid(4, 5.0)  # i2v: high at 1 and 0.94, low from 0.83 on: the window crosses the boundary
     seeds = [flow.seed_of(7, n) for n in range(2)]
     asked = [client.submit(lines, n, seed, sigmas, window, measured=True) for n, seed in enumerate(seeds)]
     answers = [future.result() for future in asked]
-    record, pixels = sglang_sampler.record_of(client.wan, client.sampling, sigmas, range(2), answers, window)
+    record, pixels = sglang_sampler.record_of(client.wan, client.config, sigmas, range(2), answers, window)
 
     wan, vae, encode = local_world(world, kind)
     text = encode([lines.prompts[0], lines.prompts[1], "dark"])
@@ -623,7 +629,8 @@ def test_a_server_rolls_out_what_this_process_does(world, serve, kind, scale, la
 @real
 def test_a_synced_lora_replaces_the_last_one_and_equals_ours(world, serve, tmp_path, kind, how):
     url = serve(kind)
-    client, lines = make_client(world, kind, guidance_scale=2.0, guidance_scale_2=2.0, urls=[url], responsible=[url])
+    client, lines = make_client(world, kind, guidance_scale=2.0, guidance_scale_2=2.0, urls=[url], lora_sync=how,
+                                lora_sync_dir=str(tmp_path))
     sigmas = flow.sigma_grid(4, 5.0)
 
     def latents():
@@ -631,14 +638,13 @@ def test_a_synced_lora_replaces_the_last_one_and_equals_ours(world, serve, tmp_p
 
     zero = {expert: {name: 0 * t if "lora_B" in name else t for name, t in tensors.items()}
             for expert, tensors in random_adapters(client.wan, 1).items()}
-    sync = lambda adapters: client.sync(adapters, 4, 8.0, torch.float32, how, str(tmp_path))  # noqa: E731
-    client.check(url, lines.prompts[0], sglang_client.png_url(lines, 0))
+    client.check(url, lines, flow.sigma_grid(4, 5.0))
     base, made = latents(), {}
     for seed in (1, 2):
-        sync(random_adapters(client.wan, seed))
+        client.sync(random_adapters(client.wan, seed))
         made[seed] = latents()
     assert (made[1] - base).abs().max() > 0.05 and (made[2] - made[1]).abs().max() > 0.05
-    sync(random_adapters(client.wan, 1))
+    client.sync(random_adapters(client.wan, 1))
     assert torch.equal(latents(), made[1])  # replaced, not added
     wan, vae, encode = local_world(world, kind)
     put_lora(wan, random_adapters(wan, 1))
@@ -647,7 +653,7 @@ def test_a_synced_lora_replaces_the_last_one_and_equals_ours(world, serve, tmp_p
     noise = torch.randn(client.latent_shape, generator=torch.Generator().manual_seed(3))[None]
     ours, _ = sampler.sample(wan, noise, condition, text[:1], text[1:], sigmas, 2.0, 2.0)
     assert (ours[0] - made[1]).abs().max() < 2e-3 < 0.02 * (base - made[1]).abs().max()
-    sync(zero)
+    client.sync(zero)
     assert torch.equal(latents(), base)
     assert not list(tmp_path.iterdir())  # nothing is left behind
 
