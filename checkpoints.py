@@ -5,6 +5,7 @@ They are torch.distributed.checkpoint's, in safetensors files (no pickle) with a
 
 import glob
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 
 from fsdp import all_ranks_agree, is_first, say
 from guard import Diverged, UserError, remove_folder, replace_folder
@@ -42,17 +44,27 @@ def training_tensors(parameters, optimizer, averages=None, saved=None):
 
 
 def saved_in(out_dir):
-    """Whole checkpoints of a run, oldest first: [out_dir/ckpt/step_000120, ...]."""
+    """Whole checkpoints of a run, oldest first: [out_dir/ckpt/step_000120, ...]. One without meta.json isn't whole."""
+    return [path for path in _folders(out_dir) if os.path.isfile(os.path.join(path, "meta.json"))]
+
+
+def _folders(out_dir):
     folder = os.path.join(out_dir, "ckpt")
     names = [name for name in os.listdir(folder) if re.fullmatch(r"step_\d{6,}", name)] if os.path.isdir(folder) else []
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name.removeprefix("step_")))]
 
 
-def to_resume(out_dir, resume):
-    """-> the last whole checkpoint of out_dir, or None for a new run."""
+def to_resume(out_dir, resume, last=math.inf):
+    """-> the last whole checkpoint of out_dir, or None for a new run. last: the step at which the run will end."""
     found = saved_in(out_dir)
+    for path in _folders(out_dir):
+        if path not in found:
+            say(f"warning    {path} has no meta.json: stepped over")
+    name = os.path.basename(found[-1]) if found else "step_0"
     if found and not resume:
-        raise UserError(f"resume=False: {out_dir} holds {os.path.basename(found[-1])}: choose another out_dir")
+        raise UserError(f"resume=False: {out_dir} holds {name}: choose another out_dir")
+    if int(name.removeprefix("step_")) > last:
+        raise UserError(f"{out_dir} holds {name}, past this run's end at {last}: want a later end, or another out_dir")
     return found[-1] if found else None
 
 
@@ -163,8 +175,12 @@ def saved_names(path):
 
 
 def load(path, tensors):
-    """Fill tensors in place from a checkpoint written by any number of ranks. Collective."""
+    """Fill tensors in place from a checkpoint written by any number of ranks. UserError for NaN. Collective."""
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path))
+    with all_ranks_agree():
+        for name, tensor in tensors.items():
+            if not (tensor.to_local() if isinstance(tensor, DTensor) else tensor).isfinite().all():
+                raise UserError(f"checkpoint {path}: got NaN or infinity in {name}: go on from one before")
 
 
 def restore(path, parameters, optimizer, averages):

@@ -1,6 +1,5 @@
 """What a run costs before anything is loaded: tokens, parameters, arithmetic, memory, seconds.
 
-    python cost.py        # the table of docs/speed.md: what fits on which cards
     python train_i2v_sft.py config/robocasa_i2v.py --model=random:i2v-a14b --data= --dry_run=True --gpus=4 --gpu_gib=80
 """
 
@@ -190,34 +189,3 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
                      + (f"checkpointing={fitting[0]} does" if fitting else "none does")
                      + "; more GPUs, a smaller batch or clip" + ("" if compiled else ", compile_blocks=True") + " help")
     return lines
-
-
-# ----------------------------------------------------------------------------- the table
-
-
-def table():
-    """-> markdown: the fastest checkpointing that fits on so many cards, and the GiB that it takes of each."""
-    attention, mlp = "to_q,to_k,to_v,to_out.0", ",ffn.net.0.proj,ffn.net.2"
-    cards = [(gpus, gb, gib) for gb, gib in ((80, 79), (141, 139)) for gpus in (1, 2, 4, 8)]  # GiB as torch sees them
-    rows = ["| | " + " | ".join(f"{gpus} x {gb} GB" for gpus, gb, _ in cards) + " |", "|---" * (len(cards) + 1) + "|"]
-    for name, model, tokens, rank, targets in (
-        ("A14B RGB, LoRA rank 16", "i2v-a14b", 27_216, 16, attention),
-        ("A14B RGB, LoRA rank 64", "i2v-a14b", 27_216, 64, attention),
-        ("A14B HCPT, LoRA rank 16", "i2v-a14b", 54_432, 16, attention),
-        ("A14B HCPT, LoRA rank 64", "i2v-a14b", 54_432, 64, attention),
-        ("A14B RGB, all weights", "i2v-a14b", 27_216, 0, ""),
-        ("TI2V-5B RGB, LoRA rank 64", "ti2v-5b", 2 * 7_056, 64, attention + mlp),
-    ):
-        shape, cells = RANDOM[model] | dict(attention_head_dim=128), []
-        experts, per_token = shape.pop("experts"), shape.pop("expand_timesteps", False)
-        del shape["boundary_ratio"]
-        for gpus, _, gib in cards:
-            estimates = [(c, estimate_memory(shape, tokens, experts, gpus, torch.bfloat16, rank, targets, c, False,
-                                             per_token=per_token)) for c in KEPT]
-            cells.append(next((f"{c} {sum(size.values()):.0f}" for c, size in estimates if fits(size, gib)), "-"))
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    print(table())

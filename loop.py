@@ -18,31 +18,34 @@ def due(interval, step, last):
 class OptimizerSteps:
     """Optimizer steps that all ranks take, or all skip: where a loss or the gradient isn't finite on any of them.
 
-    .skipped counts those of the run; after max_bad_steps in a row the run ends with a UserError.
+    .skipped counts those of the run; after max_bad_steps in a row of an expert the run ends with a UserError.
     """
 
     def __init__(self, optimizer, parameters, grad_clip, max_bad_steps, skipped=0):
         self.optimizer, self.parameters, self.grad_clip = optimizer, list(parameters.values()), grad_clip
-        self.max_bad_steps, self.skipped, self.in_a_row = max_bad_steps, skipped, 0
+        self.max_bad_steps, self.skipped, self.in_a_row = max_bad_steps, skipped, {}  # of each expert
 
-    def step(self, loss, where, blame):
+    def step(self, loss, experts, where, blame):
         """Clip the gradients, step, clear them -> (gradient norm, the same on all ranks; was the step taken?).
 
-        loss: this rank's, a float; where: "step 12", for a message; blame: () -> what isn't finite. Collective.
+        loss: this rank's, a float; experts: names of those that the step trains; where: "step 12", for a message;
+        blame: () -> what isn't finite. Collective.
         """
         grad_norm = fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)).item()
         taken = math.isfinite(fsdp.reduce_sum([loss + grad_norm])[0])
         if taken:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.skipped, self.in_a_row = self.skipped + (not taken), 0 if taken else self.in_a_row + 1
+        self.skipped += not taken
+        self.in_a_row |= {expert: 0 if taken else self.in_a_row.get(expert, 0) + 1 for expert in experts}
         if not taken:
             culprit = blame()
             fsdp.say(f"warning    {where}: gradient norm {grad_norm:.3g}: skipped on all ranks; not finite: {culprit}")
             with fsdp.all_ranks_agree():
-                if self.in_a_row >= self.max_bad_steps:
-                    raise UserError(f"{where}: {self.in_a_row} non-finite steps in a row, the last one's in {culprit}: "
-                                    "lower lr, or look at these")
+                expert = max(experts, key=self.in_a_row.get)
+                if self.in_a_row[expert] >= self.max_bad_steps:
+                    raise UserError(f"{where}: {self.in_a_row[expert]} non-finite steps in a row of expert {expert}, the "
+                                    f"last one's in {culprit}: resume with a lower lr, or look at these")
         return grad_norm, taken
 
 

@@ -18,6 +18,7 @@ import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from huggingface_hub import save_torch_state_dict, snapshot_download
 
+import fsdp
 from adapters import adapter_name, add_lora, clean_name, export_lora, load_lora, read_lora
 from cost import RANDOM
 from guard import UserError, first_line, replace_folder, user_errors
@@ -271,13 +272,15 @@ def export_model(folder, wan, state_dicts, belongs_to):
     replace_folder(temporary, folder)
 
 
-def export(out_dir, wan, tensors, rank, alpha, targets, belongs_to):
+def export(out_dir, wan, trained, rank, alpha, targets, belongs_to):
     """What a run leaves for other tools: adapters in out_dir/lora, or a whole diffusers folder, out_dir/model.
 
-    tensors: {"high": {name: cpu tensor}, ...}, what by_expert returns; rank 0: all weights were trained. belongs_to:
-    what artifacts.belongs_to returns, written with them.
+    trained: {name: parameter or its average}, of trainable_parameters; rank 0: all weights were trained. belongs_to:
+    what artifacts.belongs_to returns, written with them. Collective.
     """
-    if rank:
-        export_lora(os.path.join(out_dir, "lora"), tensors, rank, alpha, targets, belongs_to)
-    else:
-        export_model(os.path.join(out_dir, "model"), wan, tensors, belongs_to)
+    tensors = by_expert(fsdp.gather(trained))
+    with fsdp.all_ranks_agree():
+        if rank and fsdp.is_first():
+            export_lora(os.path.join(out_dir, "lora"), tensors, rank, alpha, targets, belongs_to)
+        elif fsdp.is_first():
+            export_model(os.path.join(out_dir, "model"), wan, tensors, belongs_to)

@@ -52,7 +52,7 @@ class MetricsLog:
     def __init__(self, out_dir, start_step=0):
         self.path, self.kept = Path(out_dir, "metrics.jsonl"), []
         if self.path.exists() and start_step:
-            self.kept = [row for row in read_metrics(self.path) if row["step"] <= start_step]
+            self.kept = [row for row in read_metrics(out_dir) if row["step"] <= start_step]
         elif self.path.exists():
             self.path.replace(self.path.with_suffix(".jsonl.old"))  # of a run whose checkpoints are gone
         write_atomic(self.path, "".join(map(_as_line, self.kept)).encode())
@@ -72,13 +72,13 @@ def _as_line(row):
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_metrics(path):
-    """metrics.jsonl -> list of dicts in step order. A line cut short by a kill is skipped.
+def read_metrics(out_dir):
+    """A run's metrics.jsonl -> list of dicts in step order. A line cut short by a kill is skipped.
 
     Where a resumed run starts again at an earlier step, its lines replace the old ones from that step on.
     """
     rows = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in Path(out_dir, "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
@@ -88,20 +88,6 @@ def read_metrics(path):
         if rows and row["step"] < rows[-1]["step"]:
             rows = [old for old in rows if old["step"] < row["step"]]
         rows.append(row)
-    return rows
-
-
-def _load(run):
-    """A run's rows as they are drawn: the training loss by expert, "loss/high"; none of GRPO, whose value says nothing.
-
-    Older logs hold one step's "loss" and its expert for the means since the last line, and the ceiling of points alone.
-    """
-    rows = read_metrics(Path(run, "metrics.jsonl"))
-    for row in rows:
-        if "reward" not in row and not {"loss/high", "loss/low", "loss/single"} & set(row):
-            row[f"loss/{row.get('expert') or 'loss'}"] = row.get("loss")
-        for name in ("mm", "median_mm"):
-            row.setdefault(f"ceiling/point_{name}", row.get(f"point_floor_{name}"))
     return rows
 
 
@@ -136,7 +122,7 @@ def _save(figure, path):
 
 def draw_curves(out_dir, path=None):
     """Draw out_dir/metrics.jsonl to out_dir/curves.png: a panel for each kind of number it holds; returns the path."""
-    rows = _load(out_dir)
+    rows = read_metrics(out_dir)
     found = {wanted: keys for wanted in PANELS if (keys := _keys([rows], wanted))}
     figure, panels = _figure([PANELS[wanted] for wanted in found])
     for axes, (wanted, keys) in zip(panels, found.items(), strict=True):
@@ -217,7 +203,7 @@ def _labels(runs):
 
 def draw_together(path, runs):
     """Several runs in one picture, a panel a number and a colour a run; the legend has all last values, printed too."""
-    logs, texts = [_load(run) for run in runs], _labels(runs)
+    logs, texts = [read_metrics(run) for run in runs], _labels(runs)
     ends = [max((row["step"] for row in rows), default=0) for rows in logs]
     styles = [{"color": f"C{n % 10}", "linestyle": ("-", "--", ":")[n // 10 % 3]} for n in range(len(runs))]
     found = [(wanted, key) for wanted in PANELS if wanted != SIGMA_BIN for key in _keys(logs, wanted)]
@@ -246,7 +232,7 @@ def draw_mean(path, runs):
     if got:
         sys.exit(f"error: got settings that differ in more than the seed ({got}), want runs alike but for the seed: "
                  "leave some out, or draw them together, without --mean")
-    logs = [_load(run) for run in runs]
+    logs = [read_metrics(run) for run in runs]
     keys = [key for key in _keys(logs, "eval/") + _keys(logs, "val_loss/")
             if all(_series(rows, key).size for rows in logs)]
     if not keys:

@@ -19,31 +19,24 @@ from data import join_cells, split_cells
 # ----------------------------------------------------------------------------- from noise to latents
 
 
-def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2,
-                    cfg_batched=False):
+def guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2):
     """Velocity with classifier-free guidance: uncond + scale (cond - uncond) (Ho & Salimans, arXiv 2207.12598).
 
     latents b c f h w; sigma b on the CPU; text b n d, negative_text b|1 n d. guidance_scale is the high expert's (or
-    the single one's), guidance_scale_2 the low one's. At scale 1 the unconditional pass is left out; cfg_batched=True
-    runs both passes as one batch of 2 b.
+    the single one's), guidance_scale_2 the low one's. At scale 1 the unconditional pass is left out.
     """
     low = wan_model.route(wan.boundary_ratio, sigma) == "low"
     scale = guidance_scale_2 if low else guidance_scale
+    conditional = wan_model.velocity(wan, latents, sigma, condition, text)
     if scale == 1.0:
-        return wan_model.velocity(wan, latents, sigma, condition, text)
-    negative_text = negative_text.expand_as(text)
-    if cfg_batched:
-        twice = [torch.cat([x, x]) if x is not None else None for x in (latents, sigma, condition)]
-        conditional, unconditional = wan_model.velocity(wan, *twice, torch.cat([text, negative_text])).chunk(2)
-    else:
-        conditional = wan_model.velocity(wan, latents, sigma, condition, text)
-        unconditional = wan_model.velocity(wan, latents, sigma, condition, negative_text)
+        return conditional
+    unconditional = wan_model.velocity(wan, latents, sigma, condition, negative_text.expand_as(text))
     return unconditional + scale * (conditional - unconditional)
 
 
 @torch.no_grad()
-def sample(wan, noise, condition, text, negative_text, sigmas, guidance_scale, guidance_scale_2, cfg_batched=False,
-           law="flow", noise_level=0.0, window=(), generators=(), progress=None):
+def sample(wan, noise, condition, text, negative_text, sigmas, guidance_scale, guidance_scale_2, law="flow",
+           noise_level=0.0, window=(), generators=(), progress=None):
     """From noise to latents: stochastic steps of a law inside the window, Euler's ODE steps x + v dt outside it.
 
     noise b c f h w; sigmas k+1 from flow.sigma_grid; condition, texts and guidance as in guided_velocity; generators:
@@ -55,8 +48,7 @@ def sample(wan, noise, condition, text, negative_text, sigmas, guidance_scale, g
     grid = sigmas.tolist()
     for i in tqdm(range(len(grid) - 1), desc=progress, leave=False, disable=None if progress else True):
         sigma = sigmas[i].expand(len(latents))
-        v = guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2,
-                            cfg_batched)
+        v = guided_velocity(wan, latents, sigma, condition, text, negative_text, guidance_scale, guidance_scale_2)
         if i not in window:
             latents = latents + v * (grid[i + 1] - grid[i])
             continue

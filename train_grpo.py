@@ -85,7 +85,6 @@ num_sde_steps = 2  # steps in a row that are stochastic and trained; the others 
 sde_window = (0, 5)  # first and last+1 step they may be, drawn once an iteration for all
 guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
 guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two experts with guidance
-cfg_batched = False  # both passes of guidance as one batch
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
 decode_batch = 72  # videos decoded at a time
 # rollouts by SGLang servers (sglang_client.py, sglang_server.py)
@@ -145,6 +144,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "rollout", "max_iterations", "eval_interval", "eval_rewards", "fps", "device",
     "checkpointing", "compile_blocks", "dp_replicate", "save_interval", "keep_last", "decode_batch", "max_bad_steps",
     "reward_timeout", "trainer_devices", "drift_interval",
+    "lr", "grad_clip", "clip_range", "kl_beta", "noise_level",  # for one that has diverged
     *(name for name in config if name.startswith(("gpu", "num_eval_", "sglang_", "lora_sync"))),
     *(["rollout_batch"] if num_minibatches == 1 else []),  # of which minibatches are made
 }
@@ -175,11 +175,11 @@ with fsdp.all_ranks_agree():
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])  # c f h w
-    guidance = wan_model.check_guidance(policy, guidance_scale, guidance_scale_2) | dict(cfg_batched=cfg_batched)
+    guidance = wan_model.check_guidance(policy, guidance_scale, guidance_scale_2)
     train_prompts = Prompts(data_jsonl, height, width, needs_image=policy.kind != "t2v")
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=policy.kind != "t2v")
     weights = reward.parse_rewards(rewards)
-    checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume)
+    checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume, max_iterations)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | contents(config, "model", "init_lora", "data_jsonl", "eval_data_jsonl")
     changed = meta and checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
@@ -324,11 +324,8 @@ def evaluate(iteration):
         draw_curves(out_dir)
 
 
-def export():
-    """The (averaged) adapters, or all weights of full fine-tuning, for other tools. Collective."""
-    whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
-    if is_main:
-        wan_model.export(out_dir, policy, whole, lora_rank, lora_alpha, lora_targets, belongs_to)
+export = partial(wan_model.export, out_dir, policy, ema.shadow if ema else parameters, lora_rank, lora_alpha,
+                 lora_targets, belongs_to)
 
 
 def save(iteration):
@@ -415,7 +412,8 @@ for iteration in range(start_iteration, max_iterations):
                     (loss.mean() / len(minibatch)).backward()
                     losses[list(record.positions)] += loss.detach().cpu()
                     found.append({name: x.mean().item() for name, x in (numbers | {"loss": loss}).items()})
-                grad_norm, taken = steps.step(losses.sum().item(), f"iteration {iteration}",
+                experts = {wan_model.route(policy.boundary_ratio, sigmas[[pairs[n][1].index]]) for n in minibatch}
+                grad_norm, taken = steps.step(losses.sum().item(), experts, f"iteration {iteration}",
                                               partial(not_finite, losses, iteration))
                 for row in [*found, {"grad_norm": grad_norm}] if taken else []:
                     for name, value in row.items():

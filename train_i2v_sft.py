@@ -110,7 +110,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "gpus", "gpu_gib", "gpu", "max_steps", "keep_in_memory", "max_bad_steps",
     "eval_interval", "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale",
     "guidance_scale_2", "fps", "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops",
-    "save_interval", "keep_last", "log_interval",
+    "save_interval", "keep_last", "log_interval", "lr", "min_lr", "grad_clip",
     "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
 }
 
@@ -144,13 +144,6 @@ with fsdp.all_ranks_agree():
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
-    if data or not dry_run:
-        demos = robot_data.open_demos(config)
-        windows = demos.windows(num_frames, window_stride, pad_short)
-        num_train = sum(window.split == "train" for window in windows)
-        if batch_size * num_ranks > num_train:
-            raise UserError(f"batch_size={batch_size} on {num_ranks} ranks: more than the {num_train} training "
-                            "windows; lower batch_size, use fewer ranks or a smaller window_stride")
     num_views = len(view_names(views))
     latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
                     num_views * cell_width // stride[2])
@@ -159,7 +152,17 @@ with fsdp.all_ranks_agree():
     described = cost.describe_run(
         wan, config, latent_shape, num_ranks, device, batch_size, batch_size * grad_accum, max_steps, len(trained),
         reference=len(trained) < len(wan.expert_names) and num_val_videos > 0)
-    checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume)
+say("\n".join(described))
+say(f"grid       {' over '.join(modalities)} x {num_views} views, latents {latent_shape}, {tokens:,} tokens a clip")
+with fsdp.all_ranks_agree():
+    if data or not dry_run:
+        demos = robot_data.open_demos(config)
+        windows = demos.windows(num_frames, window_stride, pad_short)
+        num_train = sum(window.split == "train" for window in windows)
+        if batch_size * num_ranks > num_train:
+            raise UserError(f"batch_size={batch_size} on {num_ranks} ranks: more than the {num_train} training "
+                            "windows; lower batch_size, use fewer ranks or a smaller window_stride")
+    checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume, max_steps)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
     begun_with = config | ({} if dry_run else latent_cache.contents(config, "model", "data"))
     if meta:
@@ -168,9 +171,6 @@ with fsdp.all_ranks_agree():
             raise UserError(f"{checkpoint} was trained with {meta['global_batch']} clips a step, now {global_batch}: "
                             "keep ranks x batch_size x grad_accum")
 
-for line in described:
-    say(line)
-say(f"grid       {' over '.join(modalities)} x {num_views} views, latents {latent_shape}, {tokens:,} tokens a clip")
 if data or not dry_run:
     say(f"data       {num_train} training windows of {num_frames} frames, {len(windows) - num_train} held out, "
         f"{num_train / global_batch:.1f} steps of {global_batch} clips an epoch")
@@ -271,11 +271,8 @@ def evaluate(step):
         draw_curves(out_dir)
 
 
-def export():
-    """The adapters, or all weights of full fine-tuning, for other tools (their average with EMA). Collective."""
-    whole = wan_model.by_expert(fsdp.gather(ema.shadow if ema else parameters))
-    if is_main:
-        wan_model.export(out_dir, wan, whole, lora_rank, lora_alpha, lora_targets, belongs_to | {"box": cache.box})
+export = partial(wan_model.export, out_dir, wan, ema.shadow if ema else parameters, lora_rank, lora_alpha,
+                 lora_targets, belongs_to | {"box": cache.box})
 
 
 def not_finite(sample_losses, step):
@@ -342,7 +339,7 @@ for step in range(start_step, max_steps):
         step_sigma += sigma.mean().item() / grad_accum
 
     step_loss = sum(sample_losses.values()) / len(sample_losses)
-    grad_norm, taken = steps.step(step_loss, f"step {step + 1}", partial(not_finite, sample_losses, step))
+    grad_norm, taken = steps.step(step_loss, [expert], f"step {step + 1}", partial(not_finite, sample_losses, step))
     if taken and ema:
         ema.update()
     step_loss, step_sigma, stops, loading = (

@@ -98,7 +98,7 @@ def check(call):
     if program == "torchrun":  # its own options are all --name=value
         args = args[next(i for i, arg in enumerate(args) if not arg.startswith("--")) :]
     name, *args = args
-    if name in ("plot.py", "cost.py"):  # no settings
+    if name == "plot.py":  # no settings
         options = {arg.partition("=")[0] for arg in args if arg.startswith("-")}
         assert options <= set(re.findall(r"--\w+", (REPOSITORY / name).read_text().split('"""')[1])), call
     else:

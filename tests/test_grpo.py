@@ -200,7 +200,7 @@ def test_a_run_leaves_what_it_promises(world, straight):
 
 @pytest.mark.parametrize("kind, settings", [
     ("ti2v", {}), ("ti2v", dict(law="cps")), ("ti2v", dict(law="dance", noise_level=0.3)), ("i2v", GUIDED),
-    ("i2v", GUIDED | dict(cfg_batched=True)), ("t2v", {}), ("ti2v", dict(rollout_batch=1)), ("ti2v", dict(lora_rank=0)),
+    ("i2v", GUIDED), ("t2v", {}), ("ti2v", dict(rollout_batch=1)), ("ti2v", dict(lora_rank=0)),
     ("ti2v", dict(recompute_log_prob=True)), ("ti2v", dict(ratio_norm=True)), ("i2v", dict(checkpointing="selective")),
 ])
 def test_the_first_ratio_is_exactly_1(train, tmp_path, kind, settings):
@@ -413,7 +413,7 @@ def test_several_updates_a_rollout_move_the_ratio(train, tmp_path):
 @pytest.mark.parametrize("change", [
     dict(law="cps"), dict(law="dance", noise_level=0.3), dict(ratio_norm=True), dict(global_std=True),
     dict(kl_beta=0.5), dict(rewards="first_frame:1.0,smoothness:2.5"), dict(noise_level=0.3), dict(ema_decay=0),
-    dict(shift=3.0), dict(cfg_batched=True, **GUIDED), dict(advantage_clip=0.5), dict(seed=1),
+    dict(shift=3.0), GUIDED, dict(advantage_clip=0.5), dict(seed=1),
     dict(dtype="bfloat16", vae_dtype="bfloat16", recompute_log_prob=True),
 ])
 def test_each_setting_changes_what_is_learned(straight_two, train, tmp_path, change):

@@ -97,7 +97,7 @@ def make_client(
     """A client and the training prompts; more: its settings."""
     wan = wan_model.describe(str(world / kind))
     shape = (48, 3, 4, 6) if kind == "ti2v" else (16, 3, 8, 12)
-    guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2, cfg_batched=False)
+    guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2)
     config = SIZE | dict(law=law, noise_level=0.7, num_steps=4, shift=5.0, negative_prompt="dark", lora_rank=4,
                          lora_alpha=8.0, lora_sync="tensor", lora_sync_dir="", sglang_urls=",".join(urls),
                          sglang_concurrency=4, sglang_timeout=60.0, sglang_retries=2, sglang_colocated=False) | more
