@@ -14,51 +14,45 @@ from configurator import check_values
 from guard import UserError
 
 
+WITHOUT = dict(  # what it means that a copy of train_grpo.py has no such setting
+    law="flow", noise_level=0.7, num_steps=math.inf, num_sde_steps=1, sde_window=(), ratio_norm=False,
+    guidance_scale=1.0, guidance_scale_2=0.0, negative_prompt="none", warmup_iterations=0, max_iterations=math.inf,
+    data_jsonl="", prompts_per_iteration=1, group_size=1, rollout_batch=1, num_minibatches=1, rollout="local",
+    recompute_log_prob=False, kl_beta=0.0, lora_rank=0)
+
+
 def check_settings(config, world_size):
-    """One UserError for all settings that can't work on so many ranks, whatever the model.
-
-    What a copy of train_grpo.py has deleted isn't asked for: a rule that needs it is left out.
-    """
-    settings, mistakes = SimpleNamespace(**config), []
-
-    def has(*names):
-        return config.keys() >= {*names}
-
-    law = config.get("law", "flow")
-    if has("noise_level") and (settings.noise_level <= 0 or (law == "cps" and settings.noise_level > 1)):
-        mistakes.append(f"noise_level={settings.noise_level}: an SDE wants more than 0, e.g. 0.7, and cps at most 1")
-    if has("sde_window", "num_steps", "num_sde_steps"):
-        window, apart = settings.sde_window, settings.num_sde_steps
-        last = settings.num_steps - (law == "cps")  # cps draws nothing in the last step
-        if not (len(window) == 2 and 0 <= window[0] and window[0] + apart <= window[1] <= last):
-            mistakes.append(f"sde_window={window}: want (lo, hi), lo >= 0, hi <= {last}, at least "
-                            f"num_sde_steps={apart} apart")
-    if has("ratio_norm") and settings.ratio_norm and law == "cps":
+    """One UserError for all settings that can't work on so many ranks, whatever the model."""
+    c, mistakes = SimpleNamespace(**WITHOUT | config), []
+    is_cps = c.law == "cps"
+    if c.noise_level <= 0 or (is_cps and c.noise_level > 1):
+        mistakes.append(f"noise_level={c.noise_level}: an SDE wants more than 0, e.g. 0.7, and cps at most 1")
+    last = c.num_steps - is_cps  # cps draws nothing in the last step
+    low, high = c.sde_window if len(c.sde_window) == 2 else (0, 0)
+    if "sde_window" in config and not (0 <= low and low + c.num_sde_steps <= high <= last):
+        mistakes.append(f"sde_window={c.sde_window}: want (lo, hi), lo >= 0, hi <= {last}, at least "
+                        f"num_sde_steps={c.num_sde_steps} apart")
+    if c.ratio_norm and is_cps:
         mistakes.append("ratio_norm=True: its correction is for Gaussian log-probs; want law=flow or dance")
-    if has("guidance_scale", "negative_prompt") and not settings.negative_prompt:
-        if settings.guidance_scale != 1 or config.get("guidance_scale_2", 0) not in (0, 1):
-            mistakes.append('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
-    if has("warmup_iterations", "max_iterations") and settings.warmup_iterations > settings.max_iterations:
-        mistakes.append(f"warmup_iterations={settings.warmup_iterations}: want at most "
-                        f"max_iterations={settings.max_iterations}, the whole run")
-    if has("prompts_per_iteration", "data_jsonl") and os.path.isfile(settings.data_jsonl):
-        with open(settings.data_jsonl, "rb") as file:
+    if not c.negative_prompt and (c.guidance_scale != 1 or c.guidance_scale_2 not in (0, 1)):
+        mistakes.append('guidance wants a negative prompt: --negative_prompt="..." (or " " for the empty one)')
+    if c.warmup_iterations > c.max_iterations:
+        mistakes.append(f"warmup_iterations={c.warmup_iterations}: want at most max_iterations={c.max_iterations}, the "
+                        "whole run")
+    if os.path.isfile(c.data_jsonl):
+        with open(c.data_jsonl, "rb") as file:
             num_prompts = sum(bool(line.strip()) for line in file)
-        if 0 < num_prompts < settings.prompts_per_iteration:
-            mistakes.append(f"prompts_per_iteration={settings.prompts_per_iteration}: want 1 to {num_prompts}, all "
-                            "there are")
-    if has("prompts_per_iteration", "group_size", "rollout_batch") and settings.rollout_batch > 0:
-        num_videos, batch = settings.prompts_per_iteration * settings.group_size, settings.rollout_batch
-        num_pairs = num_videos // world_size // batch * config.get("num_sde_steps", 1)
-        if num_videos % (world_size * batch):
-            each = num_videos // world_size
-            fits = "" if num_videos % world_size else f", e.g. rollout_batch={math.gcd(each, batch)}"
-            mistakes.append(f"prompts_per_iteration x group_size = {num_videos} videos: want a multiple of "
-                            f"{world_size} ranks x rollout_batch={batch}{fits}")
-        elif config.get("num_minibatches", 1) > num_pairs:
-            mistakes.append(f"num_minibatches={settings.num_minibatches}: want at most {num_pairs}, a rank's batches "
-                            "of rollout_batch videos x num_sde_steps")
-
+        if 0 < num_prompts < c.prompts_per_iteration:
+            mistakes.append(f"prompts_per_iteration={c.prompts_per_iteration}: want 1 to {num_prompts}, all there are")
+    num_videos, batch = c.prompts_per_iteration * c.group_size, max(c.rollout_batch, 1)
+    num_pairs = num_videos // world_size // batch * c.num_sde_steps
+    if num_videos % (world_size * batch) and {"prompts_per_iteration", "group_size", "rollout_batch"} <= config.keys():
+        fits = "" if num_videos % world_size else f", e.g. rollout_batch={math.gcd(num_videos // world_size, batch)}"
+        mistakes.append(f"prompts_per_iteration x group_size = {num_videos} videos: want a multiple of {world_size} "
+                        f"ranks x rollout_batch={batch}{fits}")
+    elif c.num_minibatches > max(num_pairs, 1):
+        mistakes.append(f"num_minibatches={c.num_minibatches}: want at most {num_pairs}, a rank's batches of "
+                        "rollout_batch videos x num_sde_steps")
     check_values(config, at_least=dict(
         group_size=2, prompts_per_iteration=1, rollout_batch=1, num_steps=2, num_sde_steps=1, num_minibatches=1,
         num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2, num_eval_videos=0, max_text_tokens=1,
@@ -76,7 +70,7 @@ def check_settings(config, world_size):
 
 def describe_run(config, policy, latent_shape, guidance, sigmas, device, num_ranks):
     """-> lines that tell what will run, before any weight is loaded. UserError as in cost.describe_run."""
-    c = dict(law="flow", rollout="local", recompute_log_prob=False, kl_beta=0.0, lora_rank=0) | config
+    c = WITHOUT | config
     passes = 1 if guidance["guidance_scale"] == guidance["guidance_scale_2"] == 1 else 2
     videos = c["prompts_per_iteration"] * c["group_size"] // num_ranks  # of a rank
     if c["rollout"] == "local":

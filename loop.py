@@ -44,8 +44,8 @@ class OptimizerSteps:
             with fsdp.all_ranks_agree():
                 expert = max(experts, key=self.in_a_row.get)
                 if self.in_a_row[expert] >= self.max_bad_steps:
-                    raise UserError(f"{where}: {self.in_a_row[expert]} non-finite steps in a row of expert {expert}, the "
-                                    f"last one's in {culprit}: resume with a lower lr, or look at these")
+                    raise UserError(f"{where}: {self.in_a_row[expert]} non-finite steps in a row of expert {expert}, "
+                                    f"the last one's in {culprit}: resume with a lower lr, or look at these")
         return grad_norm, taken
 
 

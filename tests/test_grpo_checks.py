@@ -60,7 +60,7 @@ def test_what_a_fork_has_deleted_is_not_asked_for(deleted):
     told = refusal_of({name: value for name, value in (SETTINGS | wrong).items() if name not in deleted})
     told = [line.split(":")[0] for line in told.split("; ") if line]
     wanted = {"warmup_iterations=-1": {"warmup_iterations"}, "ema_decay=1": {"ema_decay"}, "dtype=half": {"dtype"},
-              "noise_level=0": {"noise_level"}, "sde_window=(5, 4)": {"sde_window", "num_steps", "num_sde_steps"},
+              "noise_level=0": {"noise_level"}, "sde_window=(5, 4)": {"sde_window"},
               "prompts_per_iteration x group_size = 12 videos": {"prompts_per_iteration", "group_size",
                                                                  "rollout_batch"}}
     assert told == [line for line, needed in wanted.items() if not needed & deleted]
