@@ -173,11 +173,14 @@ def describe_run(wan, config, latent_shape, ranks, device, micro_batch, samples,
               "sampling",
               f"cost       {sum(flops['none']) / 1e12:,.2f} TFLOP a step and rank without recomputation",
               f"memory     about {sum(estimates[own].values()):.1f} GiB a GPU: {parts(estimates[own])}"
-              + (", without VAE and rewards" if forwards else "")]
+              + (", without VAE and rewards" if forwards else "")
+              + (f": {'fits' if own in fitting else 'DOES NOT FIT'} {gib:.0f} GiB" if gib else "")]
     if gpu:
-        each, is_measured = seconds[own]
+        best = own if own in fitting or not fitting else fitting[0]  # hours of what can run
+        each, is_measured = seconds[best]
         how = "measured, on one at LoRA rank 16" if is_measured else "estimated"
-        lines.append(f"speed      {gpu}: {each:.2f} s a step ({how}); {steps:,} steps: {steps * each / 3600:.1f} hours")
+        lines.append(f"speed      {gpu}, checkpointing={best}: {each:.2f} s a step ({how}); {steps:,} steps: "
+                     f"{steps * each / 3600:.1f} hours")
     width = max(len(parts(estimate)) for estimate in estimates.values())
     for name, estimate in estimates.items() if c["dry_run"] else ():
         verdict = "fits" if name in fitting else "doesn't fit"

@@ -127,9 +127,9 @@ def test_a_dry_run_needs_no_data_and_says_what_fits(tmp_path, monkeypatch):
     assert re.search(r"  selective +87.3 GiB: weights 13.3, trained state 1.4, activations 70.6, gathered 2.0 +"
                      r"22.41 s a step   doesn't fit 80 GiB\n", printed)
     assert re.search(r"  full .* 27.90 s a step   fits 80 GiB\n", printed)
-    assert "memory     about 87.3 GiB a GPU: weights 13.3, " in printed
+    assert "memory     about 87.3 GiB a GPU: weights 13.3, " in printed and ": DOES NOT FIT 80 GiB\n" in printed
     assert "warning    checkpointing=selective doesn't fit 80 GiB: checkpointing=full does; more GPUs" in printed
-    assert "speed      h200: 22.41 s a step (measured, on one at LoRA rank 16); 3,000 steps: 18.7 hours\n" in printed
+    assert "speed      h200, checkpointing=full: 27.90 s a step (estimated); 3,000 steps: 23.3 hours\n" in printed
     assert "54,432 tokens a clip\n" in printed and "data       no recordings: windows not counted\n" in printed
     assert not list(tmp_path.iterdir())
 
@@ -151,7 +151,7 @@ def test_a_dry_run_of_reinforcement_learning(tmp_path, monkeypatch):
     flops = 8 * 2 * (2 * cost.step_flops(config, 5_070, True) + 20 * sum(cost.forward_flops(config, 5_070)))
     assert f"cost       {flops / 1e12:,.2f} TFLOP a step" in printed and "300 steps: " in printed
     assert re.search(r"  selective +[\d.]+ GiB: .* s a step   fits 80 GiB\n", printed)
-    assert "without VAE and rewards\n" in printed and sorted(tmp_path.rglob("*")) == before
+    assert "without VAE and rewards: fits 80 GiB\n" in printed and sorted(tmp_path.rglob("*")) == before
     again = dry_run("train_grpo.py", REPOSITORY / "config/wan22_ti2v_grpo.py", **settings, recompute_log_prob=True)
     flops += 8 * 2 * 2 * sum(cost.forward_flops(config, 5_070))
     assert f"cost       {flops / 1e12:,.2f} TFLOP a step" in again
