@@ -13,7 +13,6 @@ import rollout
 from configurator import check_values
 from guard import UserError
 
-
 WITHOUT = dict(  # what it means that a copy of train_grpo.py has no such setting
     law="flow", noise_level=0.7, num_steps=math.inf, num_sde_steps=1, sde_window=(), ratio_norm=False,
     guidance_scale=1.0, guidance_scale_2=0.0, negative_prompt="none", warmup_iterations=0, max_iterations=math.inf,

@@ -718,7 +718,7 @@ def test_videos_of_a_raised_number_have_no_before(train, tmp_path):
 
 
 def test_another_config_is_refused_naming_what_differs(world, straight):
-    line = refusal("train_grpo.py", **paths(world) | STRAIGHT | dict(out_dir=straight, shift=2.0, lr=2e-2, num_eval_samples=3))
+    line = refusal("train_grpo.py", **paths(world) | STRAIGHT | dict(out_dir=straight, shift=2.0, num_eval_samples=3))
     assert "step_000004 was made with another config (shift 5.0 -> 2.0): use another out_dir" in line
     line = refusal("train_grpo.py", **paths(world) | STRAIGHT | dict(out_dir=straight, resume=False))
     assert "resume=False" in line
@@ -752,8 +752,8 @@ def test_non_finite_steps_are_skipped_and_several_end_the_run(world, train, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(np.inf))
         line = refusal("train_grpo.py", **paths(world), **QUICK | dict(max_bad_steps=2), out_dir=tmp_path / "bad")
-    assert line.startswith("error: iteration 1: 2 non-finite steps in a row of expert single, the last one's in the gradient of no "
-                           "single video: lower lr")
+    assert line.startswith("error: iteration 1: 2 non-finite steps in a row of expert single, the last one's in the "
+                           "gradient of no single video: resume with a lower lr")
 
 
 # ----------------------------------------------------------------------------- refusals
