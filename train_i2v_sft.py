@@ -11,6 +11,7 @@ nor an interruption changes a run. The same command again resumes.
 The tiny run takes about 4 minutes on two CPU cores; what it reaches is in the README.
 """
 
+import functools
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -197,18 +198,14 @@ def rank_slice(micro):
     return range(start, start + batch_size)
 
 
-kept = {}  # clips already read, by index
+read = functools.cache(cache.sample) if keep_in_memory else cache.sample  # a window -> its clip
 
 
 def read_clips(micro_step):
     """This rank's clips of a micro-batch, counted from the first step: the data cursor is the step itself."""
     step, micro = divmod(micro_step, grad_accum)
     batch = latent_cache.batch_indices(len(cache.train), global_batch, step, seed)
-    indices = [batch[position] for position in rank_slice(micro)]
-    clips = {i: kept[i] if i in kept else cache.sample(cache.train[i]) for i in indices}
-    if keep_in_memory:
-        kept.update(clips)
-    return [clips[i] for i in indices]
+    return [read(cache.train[batch[position]]) for position in rank_slice(micro)]
 
 
 # ----------------------------------------------------------------------------- model, LoRA, sharding

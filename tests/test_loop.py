@@ -8,7 +8,7 @@ from guard import UserError
 def test_bad_steps_in_a_row_count_for_each_expert(capsys):
     """One whose steps are all bad isn't hidden by the other's good ones."""
     parameter = torch.nn.Parameter(torch.ones(1))
-    steps = loop.OptimizerSteps(torch.optim.SGD([parameter], lr=0.5), {"x": parameter}, 1.0, max_bad_steps=3, skipped=4)
+    steps = loop.OptimizerSteps(torch.optim.SGD([parameter], lr=0.5), {"x": parameter}, 9.0, max_bad_steps=3, skipped=4)
 
     def step(experts, loss):
         parameter.grad = torch.full((1,), loss)
