@@ -46,23 +46,26 @@ def read_json(path, wanted):
 
 
 def records_of(config):
-    """The records of the weights that sample.py is given: one a file of a lora; [{}] where they say nothing."""
+    """[(path, its record)] of the weights that sample.py is given, one a file of a lora; {} where they say nothing."""
     lora, checkpoint, of_model = config["lora"], config["checkpoint"], f"{config['model']}/nanowan.json"
     if lora and checkpoint:
         raise UserError("lora and checkpoint: want one of them")
     if lora:
-        experts = [expert for expert in adapters.LORA_FILES if adapters.has_lora(lora, expert)]
-        if not experts:
-            raise UserError(f"lora={lora}: no exported adapter in it; want a run's lora/ folder")
-        return [adapters.read_record(lora, expert) for expert in experts]
+        return adapters.read_records(lora)
     if checkpoint:
         if not os.path.isfile(os.path.join(checkpoint, "meta.json")):
             raise UserError(f"checkpoint={checkpoint}: no meta.json there; want a run's ckpt/step_NNNNNN")
         meta = checkpoints.read_meta(checkpoint)
-        return [settings_of(meta["config"]) | {"box": meta.get("box"),
-                                               "content of model": meta["config"].get("content of model")}]
+        return [(checkpoint, settings_of(meta["config"]) | {
+            "box": meta.get("box"), "content of model": meta["config"].get("content of model")})]
     record = read_json(of_model, "what full fine-tuning exported") if os.path.isfile(of_model) else {}
-    return [{name: value for name, value in record.items() if name not in ("model", "content of model")}]  # its base's
+    of_base = ("model", "content of model")
+    return [(config["model"], {name: value for name, value in record.items() if name not in of_base})]
+
+
+def first_record(config):
+    """Of the weights that say something; else {}."""
+    return next((record for _, record in records_of(config) if record), {})
 
 
 def recorded(config):
@@ -81,14 +84,13 @@ def recorded(config):
                                 f"--checkpoint={saved}")
             found[there[0]] = os.path.join(out_dir, there[0])
         config = config | {name: found[name] for name in ("model", "lora") if name in found and name not in given}
-    return found | records_of(config)[0]
+    return found | first_record(config)
 
 
 def check(wan, config):
     """UserError where settings or the model aren't those of the weights -> their record, {} where they say nothing."""
-    source = config["lora"] or config["checkpoint"] or config["model"]
-    ours, records = belongs_to(wan, config), records_of(config)
-    for record in records:
+    ours = belongs_to(wan, config)
+    for source, record in records_of(config):
         adapters.check_base(record, ours, source)
         for name in adapters.GEOMETRY:
             was, now = record.get(name), config[name]
@@ -96,4 +98,4 @@ def check(wan, config):
             if name in record and was != now and not (unnamed and "," not in now):
                 was = "one view" if unnamed else was
                 raise UserError(f"{name}={now}: {source} was trained with {was}, want the same")
-    return records[0]
+    return first_record(config)

@@ -46,12 +46,13 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def sample(world, tmp_path):
-    """Runs sample.py with the run's config file -> its globals, and {name: value} of the scores that it printed."""
+    """Runs sample.py with the run's config file -> its globals, and {name: value} of the scores that it printed, which
+    stand between their floor and ceiling."""
 
     def run(**settings):
         names, printed = script("sample.py", world / "robot.py", demo="demo_7", out=tmp_path / "x", **settings)
         assert (tmp_path / "x.mp4").stat().st_size > 500 and (tmp_path / "x.png").stat().st_size > 500
-        return names, {name: float(value) for name, value in re.findall(r"(\w+) (-?[\d.]+)(?:,|$)", printed, re.M)}
+        return names, {name: float(value) for name, value in re.findall(r"(\w+) (-?[\d.]+) \(", printed)}
 
     return run
 
@@ -69,7 +70,7 @@ def test_a_lora_is_sampled_in_the_box_of_the_cache(world, sample):
     truth, valid = validate.ground_truth(names["demos"], names["window"], names["config"], box_of(world), "cpu")
     wanted = validate.scores(names["cells"], truth, valid, box_of(world))
     assert {"psnr", "ssim", "point_mm", "point_median_mm"} <= wanted.keys()
-    assert {name: scores[name] for name in wanted} == pytest.approx(wanted, abs=6e-4)
+    assert {name: scores[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)  # four digits are printed
     base, _ = sample()  # --model and the cache alone
     assert base["box"] == box_of(world) and not torch.allclose(base["latents"], names["latents"], atol=1e-3)
 
@@ -204,7 +205,7 @@ def test_weights_on_what_they_do_not_belong_to_are_one_line(world, runs, images,
             (dict(shift=5.0), f"shift=5.0: {name} was trained with 3.0, want the same"),
             (dict(pointmaps=True), f"pointmaps=True: {name} was trained with False, want the same"),
             (dict(views="left"), f"views=left: {name} was trained with {CELLS['views']}, want the same"),
-            (dict(images=images["images"].split(",")[0]), f"right.png: want one a view of {name}: {CELLS['views']}"),
+            (dict(images=images["images"].split(",")[0]), f"right.png: got 1, want one a view: {CELLS['views']}"),
         ]:
             assert words in refusal("sample.py", **images | source | change, out=out / "x"), change
         line = refusal("sample.py", config_file, **images, **source, out=out / "x")
@@ -235,13 +236,15 @@ def test_an_adapter_that_says_nothing_is_used_as_it_is_and_told(world, runs, ima
         safetensors.torch.save_file(safetensors.torch.load_file(path), tmp_path / "lora" / path.name, metadata)
     spelled = dict(model=world / "i2v", lora=tmp_path / "lora") | images | CELLS | SAMPLED
     latents, _, printed = sampled(tmp_path / "a", **spelled)
-    assert f"{tmp_path}/lora: doesn't say what it belongs to" in printed
+    assert f"lora       high: {tmp_path}/lora/high_noise.safetensors: doesn't say what it belongs to" in printed
     assert torch.equal(latents, sampled(tmp_path / "a", **images, lora=runs["lora"] / "lora")[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny.TRANSFORMER, "num_layers", 1)
         tiny.make_checkpoint(tmp_path / "small", "i2v", tiny.make_vae(), *tiny.make_text_encoder())
     line = refusal("sample.py", **spelled | dict(model=tmp_path / "small"), out=tmp_path / "no/x")
-    assert f"{tmp_path}/lora: " in line and "tensors differ from " in line and not (tmp_path / "no").exists()
+    assert f"{tmp_path}/lora/high_noise.safetensors: 16 of 32 tensors are no LoRA of this model's layers" in line
+    assert "the first is transformer.blocks.1.attn1.to_k.lora_A.weight: want " in line
+    assert not (tmp_path / "no").exists()
 
 
 def test_training_goes_on_from_an_adapter_of_the_same_base_in_another_size(world, runs, tmp_path):
@@ -250,8 +253,10 @@ def test_training_goes_on_from_an_adapter_of_the_same_base_in_another_size(world
                  val_sigmas=1, shift=3.0, out_dir=tmp_path / "out")
     _, printed = script("train_i2v_sft.py", **start, model=world / "i2v")
     views = "views {1},{0} -> {0},{1}".format("robot0_agentview_left", "robot0_agentview_right")
-    line = f"init_lora  {runs['lora']}/lora: of {world}/i2v; {views}, cell_height 24 -> 16, num_frames 9 -> 5\n"
-    assert line in printed
+    line = f"of {world}/i2v; {views}, cell_height 24 -> 16, num_frames 9 -> 5\n"
+    assert all(f"init_lora  {expert}: {runs['lora']}/lora/{expert}_noise.safetensors: {line}" in printed
+               for expert in ("high", "low"))
+    assert "".join(f"lora       {name}: 4 layers\n" for name in ("to_q", "to_k", "to_v", "to_out.0")) in printed
     assert record_in(tmp_path / "out/lora/low_noise.safetensors")["num_frames"] == 5
     line = refusal("train_i2v_sft.py", **start | dict(out_dir=tmp_path / "no"), model=world / "other")
     assert not (tmp_path / "no").exists()
@@ -273,8 +278,8 @@ def test_an_adapter_of_reinforcement_learning_alone_is_enough(world, images, tmp
         latents, fps, _ = sampled(tmp_path / "b", **one, **alone)
         assert torch.equal(latents, spelled[0]) and fps == 5
     (tmp_path / "b.mp4").unlink()
-    for change, words in [(images, "want one a view of "), (dict(cell_width=16), "cell_width=16: "),
+    for change, words in [(images, "got 2, want one a view: (one view)"), (dict(cell_width=16), "cell_width=16: "),
                           (dict(views=CELLS["views"]), "was trained with one view, want the same")]:
         assert words in refusal("sample.py", **one | dict(lora=lora) | change, out=tmp_path / "b")
     assert not [name for name in files_of(tmp_path) if name == "b.mp4"]
-    assert adapters.read_record(str(lora), "single")["kind"] == "ti2v"
+    assert adapters.read_records(str(lora))[0][1]["kind"] == "ti2v"
