@@ -80,7 +80,7 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to):
         say(f"lora       {target}: {len(layers)} layers" + (f", outside the blocks: {others}" if others else ""))
     for expert in experts if init_lora else ():
         for file in files_for(init_lora, wan.expert_names, expert):
-            check_base(file.record, belongs_to, file.path)
+            check_base(file.record, belongs_to, file.given)
             say(f"init_lora  {expert}: {file.name}: {compare(file.record, belongs_to)}")
         tensors, its_rank, its_alpha, its_layers = read_lora(init_lora, wan, expert)
         if its_rank != rank or {*its_layers.split(",")} != trained:
@@ -99,7 +99,7 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to):
 
 def read_records(lora):
     """[(path, what its adapter says that it belongs to)], one a file; {} of an older or another tool's."""
-    return [(file.path, file.record) for file in adapter_files(lora)]
+    return [(file.given, file.record) for file in adapter_files(lora)]
 
 
 def check_base(record, ours, source):
@@ -187,7 +187,7 @@ ON_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # peft's init_lo
 class AdapterFile(NamedTuple):
     """One file of a `lora`, without its tensors."""
 
-    path: str  # as given: the file, or its folder
+    given: str  # what stands for it: the file or its folder, with what is asked for
     name: str  # of the file
     expert: str  # "high" | "low" | "single" | "both", as asked for or as the file says; "": it doesn't say
     weight: float | None  # asked for
@@ -230,7 +230,7 @@ def adapter_files(lora):
             said = record.get("expert") or "".join(named)  # both words say nothing
             if "transformer_2" in parts:
                 said = "both" if "transformer" in parts else "low"
-            found.append(AdapterFile(path, name, match[2] or said, match[3] and float(match[3]), record, settings))
+            found.append(AdapterFile(text, name, match[2] or said, match[3] and float(match[3]), record, settings))
     return found
 
 
@@ -242,8 +242,8 @@ def files_for(lora, expert_names, expert):
         if whose not in (*expert_names, "both"):
             raise UserError(f"{file.name}: doesn't say which expert it is for; want {file.name}:high, :low or :both")
         if whose in (expert, "both"):
-            if file.path in [other.path for other in chosen]:
-                raise UserError(f"{file.path}: two adapters for {expert}, the second is {file.name}: want one of them")
+            if file.given in [other.given for other in chosen]:
+                raise UserError(f"{file.given}: two adapters for {expert}, the second is {file.name}: want one of them")
             chosen.append(file)
     return chosen
 

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 import adapters
 import data as robot_data
+import model as wan_model
 import recordings
 import tiny
 import validate
@@ -71,8 +72,25 @@ def test_a_lora_is_sampled_in_the_box_of_the_cache(world, sample):
     wanted = validate.scores(names["cells"], truth, valid, box_of(world))
     assert {"psnr", "ssim", "point_mm", "point_median_mm"} <= wanted.keys()
     assert {name: scores[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)  # four digits are printed
+    still = {name: cell[:, :1].expand_as(cell) for name, cell in truth.items()}
+    for bound, cells in (("floor", still), ("ceiling", truth)):  # after the VAE's round trip, which loses little
+        bounds = validate.scores(cells, truth, valid, box_of(world))
+        names[bound] = names["bounds"][f"{bound}/psnr"]
+        assert names[bound] == pytest.approx(bounds["psnr"], rel=0.02) or bound == "ceiling"
+    assert names["floor"] + 5 < names["ceiling"]
     base, _ = sample()  # --model and the cache alone
     assert base["box"] == box_of(world) and not torch.allclose(base["latents"], names["latents"], atol=1e-3)
+
+
+def test_it_tells_whether_the_demo_was_trained_on(world, tmp_path):
+    """The number of the run's numbers: scores between their floor and ceiling."""
+    common = dict(model=world / "i2v", num_inference_steps=1, data=world / "robot.hdf5", out=tmp_path / "x")
+    splits = robot_data.RobotDemos(world / "robot.hdf5", "robot0_agentview_left").splits
+    for split, words in (("train", "trained on"), ("val", "held out")):
+        demo = next(name for name in splits if splits[name] == split)
+        names, printed = script("sample.py", **common, demo=demo)
+        assert re.search(rf"^{demo}, {words}: psnr [\d.]+ \([\d.]+\.\.[\d.]+\) \| ", printed, re.M)
+        assert {"floor/psnr", "ceiling/ssim"} <= names["bounds"].keys()
 
 
 def test_the_box_is_taken_from_the_settings_then_the_weights_then_the_cache(world, sample, tmp_path):
@@ -206,6 +224,7 @@ def test_weights_on_what_they_do_not_belong_to_are_one_line(world, runs, images,
             (dict(pointmaps=True), f"pointmaps=True: {name} was trained with False, want the same"),
             (dict(views="left"), f"views=left: {name} was trained with {CELLS['views']}, want the same"),
             (dict(images=images["images"].split(",")[0]), f"right.png: got 1, want one a view: {CELLS['views']}"),
+            (dict(images=images["images"] + ",x.png"), f"x.png: got 3, want one a view: {CELLS['views']}"),
         ]:
             assert words in refusal("sample.py", **images | source | change, out=out / "x"), change
         line = refusal("sample.py", config_file, **images, **source, out=out / "x")
@@ -244,6 +263,55 @@ def test_an_adapter_that_says_nothing_is_used_as_it_is_and_told(world, runs, ima
     line = refusal("sample.py", **spelled | dict(model=tmp_path / "small"), out=tmp_path / "no/x")
     assert f"{tmp_path}/lora/high_noise.safetensors: 16 of 32 tensors are no LoRA of this model's layers" in line
     assert "the first is transformer.blocks.1.attn1.to_k.lora_A.weight: want " in line
+    assert not (tmp_path / "no").exists()
+
+
+def test_adapters_of_any_tool_are_sampled_several_with_weights(world, runs, images, tmp_path):
+    lora = runs["lora"] / "lora"
+    want = sampled(tmp_path / "a", **images, lora=lora)[0]
+    comfyui = ",".join(f"{lora}/comfyui_{expert}_noise.safetensors" for expert in ("high", "low"))
+    latents, fps, printed = sampled(tmp_path / "a", **images, lora=comfyui)  # the run's settings are in these too
+    assert torch.equal(latents, want) and fps == 5
+    for expert in ("high", "low"):
+        assert f"lora       {expert}: {lora}/comfyui_{expert}_noise.safetensors: of {world}/i2v; the same" in printed
+    latents, _, printed = sampled(tmp_path / "a", **images, lora=f"{lora}:1.5,{lora}:-0.5")
+    torch.testing.assert_close(latents, want, atol=1e-4, rtol=1e-4)
+    assert f"lora       low: {lora}/low_noise.safetensors x -0.5: of" in printed
+
+    tensors = safetensors.torch.load_file(lora / "comfyui_high_noise.safetensors")
+    kohya = {}
+    for key, tensor in tensors.items():
+        layer, side = re.fullmatch(r"diffusion_model\.(.+?)\.(lora_.*|alpha)", key).groups()
+        kohya[f"lora_unet_{layer.replace('.', '_')}.{side}"] = tensor
+    safetensors.torch.save_file(kohya, tmp_path / "style.safetensors")
+    half = sampled(tmp_path / "a", **images, lora=f"{lora}:0.5")[0]
+    spec = f"{tmp_path}/style.safetensors:high:0.5,{lora}/high_noise.safetensors:0.5,{lora}/low_noise.safetensors:0.5"
+    assert not torch.allclose(half, want, atol=1e-3)
+    same = f"{lora}/high_noise.safetensors,{lora}/low_noise.safetensors:0.5"
+    got, want = (sampled(tmp_path / "a", **images, lora=each)[0] for each in (spec, same))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_are_refused_before_a_transformer_is_loaded(world, runs, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(wan_model, "load_transformer", None)
+    lora, model = runs["lora"] / "lora", world / "i2v"
+    tensors = safetensors.torch.load_file(lora / "comfyui_high_noise.safetensors")
+    key = "diffusion_model.blocks.1.cross_attn.v"
+    bare = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
+    nan = torch.full_like(tensors[f"{key}.lora_up.weight"], float("nan"))
+    settings = images | CELLS | SAMPLED | dict(model=model, out=tmp_path / "no/x")
+    for name, content, words in [
+        ("style", tensors, "style.safetensors: doesn't say which expert it is for; want "),
+        ("high", bare, "high.safetensors: doesn't say its scale (no alpha); want "),
+        ("high", tensors | {f"{key}.lora_up.weight": nan}, "blocks.1.attn2.to_v has NaN or infinity"),
+        ("high", tensors | {f"{key}.diff_b": nan},
+         f"1 of 49 tensors are no LoRA of this model's layers, the first is {key}.diff_b: want"),
+    ]:
+        safetensors.torch.save_file(content, tmp_path / f"{name}.safetensors")
+        for lora_setting in (tmp_path / f"{name}.safetensors", f"{lora},{tmp_path}/{name}.safetensors"):
+            assert words in refusal("sample.py", **settings, lora=lora_setting), words
+        start = dict(init_lora=tmp_path / f"{name}.safetensors", lora_rank=4, experts="high", out_dir=tmp_path / "no")
+        assert words in refusal("train_i2v_sft.py", **start, model=model, data=world / "robot.hdf5")
     assert not (tmp_path / "no").exists()
 
 
