@@ -27,8 +27,6 @@ from fsdp import say
 from guard import UserError, replace_folder
 
 LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
-BASE = ("kind", "num_layers", "dim", "ffn_dim", "in_channels", "out_channels", "content of model")  # of a record
-GEOMETRY = ("views", "pointmaps", "cell_height", "cell_width", "num_frames", "shift")  # of a record
 
 
 def clean_name(name):
@@ -63,10 +61,9 @@ def add_lora(transformer, rank, alpha, targets):
     return transformer
 
 
-def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to):
+def check_lora(wan, experts, rank, alpha, targets, init_lora):
     """UserError for wrong targets, or adapters to start from that don't fit: before a transformer is loaded.
 
-    belongs_to: this run's record, of whose base model they must be (a run may go on in another size: that is printed).
     -> the number of parameters that will be trained, over the experts.
     """
     if init_lora and not rank:
@@ -79,9 +76,6 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to):
         others = ", ".join(name for name in layers if not name.startswith("blocks."))
         say(f"lora       {target}: {len(layers)} layers" + (f", outside the blocks: {others}" if others else ""))
     for expert in experts if init_lora else ():
-        for file in files_for(init_lora, wan.expert_names, expert):
-            check_base(file.record, belongs_to, file.given)
-            say(f"init_lora  {expert}: {file.name}: {compare(file.record, belongs_to)}")
         tensors, its_rank, its_alpha, its_layers = read_lora(init_lora, wan, expert)
         if its_rank != rank or {*its_layers.split(",")} != trained:
             ends = sorted({re.sub(r"^blocks\.\d+\.(attn\d\.)?", "", name) for name in its_layers.split(",")})
@@ -94,36 +88,7 @@ def check_lora(wan, experts, rank, alpha, targets, init_lora, belongs_to):
     return len(experts) * rank * sum(sum(shapes[name]) for name in trained)
 
 
-# ----------------------------------------------------------------------------- what adapters belong to
-
-
-def read_records(lora):
-    """[(path, what its adapter says that it belongs to)], one a file; {} of an older or another tool's."""
-    return [(file.given, file.record) for file in adapter_files(lora)]
-
-
-def check_base(record, ours, source):
-    """UserError unless a record is of our record's base model: kind, sizes and content, or name without a content."""
-    for name in (*BASE, "model"):
-        was, now = str(record.get(name) or ""), str(ours[name])
-        if name == "content of model" and "random:" not in was + now and ("@" in was) != ("@" in now):
-            continue  # one is a hub id's commit, the other a hash of files: their sizes have been compared
-        if was and was != now and not (name == "model" and record.get("content of model")):
-            raise UserError(f"model={ours['model']}: {source} was trained on {record.get('model')}, whose {name} is "
-                            f"{was}, here {now}: want the model it was trained on")
-
-
-def compare(record, ours):
-    """-> a line's words on the geometry and the noise levels of a record and ours."""
-    if not record:
-        return "doesn't say what it belongs to (older, or of another tool): only names and sizes can be checked"
-    changes = [f"{name} {record[name]} -> {ours[name]}" for name in GEOMETRY
-               if name in record and name in ours and record[name] != ours[name]]
-    return f"of {record.get('model')}; {', '.join(changes) or 'the same cells, frames and shift'}"
-
-
-# ----------------------------------------------------------------------------- files
-
+# ----------------------------------------------------------------------------- export
 
 COMFYUI = {  # diffusers module name -> the name in the original Wan code, which ComfyUI keeps
     "attn1.": "self_attn.", "attn2.": "cross_attn.", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o",
@@ -288,17 +253,17 @@ def read_layers(file, expert, shapes):
                         "(no bias, diff, DoRA, LoKr, LoHa)")
     check_layers(found, shapes, file.name)
     layers = {}
-    for layer in dict.fromkeys(key.rsplit(".lora_")[0] for key in found if not key.endswith(".alpha")):
+    for layer in (name for name in shapes if f"{name}.lora_A.weight" in found):
         a, b, alpha = (found.get(f"{layer}.{kind}") for kind in ("lora_A.weight", "lora_B.weight", "alpha"))
         with one_line_if_damaged(file.name):
             scale = scale_of(layer, len(a), alpha, settings)
-        if scale is None and file.weight is None:
-            raise UserError(f"{file.name}: doesn't say its scale (no alpha); want {file.name}:1 to add B A as it "
-                            "is, as ComfyUI does (alpha = rank), or another number to multiply it by")
-        scale = (1.0 if scale is None else scale) * (1.0 if file.weight is None else file.weight)
-        if not 0 < abs(scale) < math.inf:
-            raise UserError(f"{file.name}: {layer} has a scale of {scale:g}, want a finite one that isn't 0")
-        layers[layer] = a, b, scale
+        factors = [factor for factor in (scale, file.weight) if factor is not None]
+        if not factors:
+            raise UserError(f"{file.name}: doesn't say its scale (no alpha); want {file.given}:1 to add B A as it is, "
+                            "as ComfyUI does (alpha = rank), or another number to multiply it by")
+        layers[layer] = a, b, math.prod(factors)
+        if not 0 < abs(math.prod(factors)) < math.inf:
+            raise UserError(f"{file.name}: {layer} has a scale of {math.prod(factors):g}, want a finite one, not 0")
     return layers
 
 

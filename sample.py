@@ -97,10 +97,11 @@ with fsdp.all_ranks_agree():
         adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
         adapted = {e: adapter for e in wan.expert_names if settings.get("experts", "both") in ("both", e)}
     for expert in wan.expert_names if lora else ():
-        for file in adapters.files_for(lora, wan.expert_names, expert):
+        if files := adapters.files_for(lora, wan.expert_names, expert):
             adapted[expert] = adapters.read_lora(lora, wan, expert)[1:]
+        for file in files:
             weight = "" if file.weight is None else f" x {file.weight:g}"
-            fsdp.say(f"lora       {expert}: {file.name}{weight}: {adapters.compare(file.record, config)}")
+            fsdp.say(f"lora       {expert}: {file.name}{weight}: {artifacts.compare(file.record, config)}")
     if bool(images) == bool(demo):
         raise UserError(f"images={images!r}, demo={demo!r}: want either images (one a view) or a demo of data")
     box = None
@@ -172,8 +173,7 @@ fsdp.say(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, 
 noise = flow.randn(latent_shape, seed)[None].to(device)
 latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, **guidance,
                             progress="sampling" if rank == 0 else None)
-bounds = {}
-if demo:  # what the scores of the given frame repeated and of the recording are
+if demo:
     bounds = validate.floor_and_ceiling(SimpleNamespace(val=[window], box=box), demos, config | {"num_val_videos": 1},
                                         rank, world_size, device)
 if rank == 0:
@@ -184,7 +184,7 @@ if rank == 0:
     video.contact_sheet(f"{out}.png", rows, title=prompt)
     if demo:
         numbers = validate.scores(cells, truth, valid, box, validate.task_of(demos, window))
-        seen = "held out" if window.split == "val" else "trained on"
-        print(f"{demo}, {seen}: {validate.in_a_line(numbers | bounds)}")
+        print(f"{demo} of the {'held-out' if window.split == 'val' else 'training'} demos: "
+              + validate.in_a_line(numbers | bounds))
     print(f"wrote {out}.mp4 and {out}.png")
 fsdp.cleanup()

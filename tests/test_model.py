@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import adapters
+import artifacts
 import cost
 import flow
 import fsdp
@@ -281,7 +282,7 @@ def test_lora_targets_that_do_not_exist(checkpoints):
 
 def test_a_line_a_target_tells_the_layers_that_it_hits(checkpoints, capsys):
     wan = wan_model.describe(str(checkpoints["i2v"]))
-    number = adapters.check_lora(wan, wan.expert_names, 4, 4.0, "to_q,linear_1,proj_out", "", {})
+    number = adapters.check_lora(wan, wan.expert_names, 4, 4.0, "to_q,linear_1,proj_out", "")
     embedders = ", ".join(f"condition_embedder.{name}_embedder.linear_1" for name in ("time", "text"))
     assert capsys.readouterr().out.splitlines() == [
         "lora       to_q: 6 layers", f"lora       linear_1: 2 layers, outside the blocks: {embedders}",
@@ -349,7 +350,7 @@ def test_adapters_say_what_they_belong_to_beside_what_diffusers_writes(checkpoin
         assert ours == theirs and comfyui == {"format": "pt"}
         tensors, theirs = load_file(tmp_path / f"lora/{name}.safetensors"), load_file(tmp_path / "theirs.safetensors")
         assert tensors.keys() == theirs.keys() and all(torch.equal(tensors[key], theirs[key]) for key in theirs)
-        records = [record for _, record in adapters.read_records(str(tmp_path / "lora"))]
+        records = [file.record for file in adapters.adapter_files(str(tmp_path / "lora"))]
         assert records == [RECORD | {"expert": expert} for expert in ("high", "low")]
 
 
@@ -359,22 +360,22 @@ def test_a_record_is_of_the_same_base_model_or_refused():
 
     def refusal_of(**record):
         with pytest.raises(UserError) as caught:
-            adapters.check_base({"model": "a"} | record, ours, "x/lora")
+            artifacts.check_base({"model": "a"} | record, ours, "x/lora")
         return str(caught.value)
 
     content = {"content of model": "abc"}
     for record in ({}, content, content | sizes, {"content of model": "hub/a@123"} | sizes):  # the last: not comparable
-        adapters.check_base({"model": "b"} | record, ours, "x/lora")
-    adapters.check_base({"model": "a"} | content | sizes, ours, "x/lora")  # under another name
+        artifacts.check_base({"model": "b"} | record, ours, "x/lora")
+    artifacts.check_base({"model": "a"} | content | sizes, ours, "x/lora")  # under another name
     line = "model=b: x/lora was trained on a, whose {} is {}, here {}: want the model it was trained on"
     assert refusal_of() == line.format("model", "a", "b")  # where there is no content, the name counts
     assert refusal_of(**content | sizes | dict(num_layers=40)) == line.format("num_layers", 40, 3)
     assert refusal_of(kind="ti2v") == line.format("kind", "ti2v", "i2v")
     for other in ("abd", "random:i2v-a14b"):
         assert refusal_of(**sizes, **{"content of model": other}) == line.format("content of model", other, "abc")
-    assert adapters.compare({"model": "a", "num_frames": 5, "shift": 5.0}, dict(num_frames=9, shift=5.0, views="x")) \
+    assert artifacts.compare({"model": "a", "num_frames": 5, "shift": 5.0}, dict(num_frames=9, shift=5.0, views="x")) \
         == "of a; num_frames 5 -> 9"
-    assert "doesn't say what it belongs to" in adapters.compare({}, ours)
+    assert "doesn't say what it belongs to" in artifacts.compare({}, ours)
 
 
 def test_adapters_round_trip(checkpoints, tmp_path):
@@ -491,6 +492,8 @@ def test_names_of_other_tools(checkpoints, tmp_path, form, sides):
     with pytest.raises(UserError, match=rf"{path}: doesn't say its scale \(no alpha\); want {path}:1 to add B A as"):
         products(path, wan)
     assert_products(products(f"{path}:1.5", wan), scaled(lora, 1.5))
+    with pytest.raises(UserError, match=f"want {path}:both:1 to add"):
+        products(f"{path}:both", wan)
 
 
 def test_scales_in_the_settings_of_peft(checkpoints, tmp_path):
@@ -634,9 +637,9 @@ def test_what_is_no_plain_lora_of_this_model_is_one_line(checkpoints, tmp_path):
         (good | {f"{q}.lora_A.weight": torch.ones(())}, {}, r"has A \(\)"),
         (good | {f"{q}.lora_B.weight": nan}, {}, "blocks.0.attn1.to_q has NaN or infinity"),
         (good | {f"{q}.alpha": torch.tensor(float("nan"))}, {}, "to_q has a scale of nan, want a finite"),
-        (good | {f"{q}.alpha": torch.zeros(())}, {}, "has a scale of 0, want a finite one that isn't 0"),
+        (good | {f"{q}.alpha": torch.zeros(())}, {}, "has a scale of 0, want a finite one, not 0"),
         (good | {f"{q}.alpha": torch.ones(3)}, {}, "can't read its adapter"),
-        (bare, dict(lora_adapter_metadata=peft | {"transformer.r": 8}), "to_k has rank 4, its settings say 8"),
+        (bare, dict(lora_adapter_metadata=peft | {"transformer.r": 8}), "to_q has rank 4, its settings say 8"),
         (bare, dict(lora_adapter_metadata=peft | {"transformer.lora_alpha": "many"}), "adapter .TypeError"),
         (bare, dict(lora_adapter_metadata=peft | {"transformer.alpha_pattern": {"(": 1}}), "can't read its adapter"),
         (bare, dict(lora_adapter_metadata=peft | {"transformer.alpha_pattern": 3}), "can't read its adapter"),
@@ -663,18 +666,17 @@ def test_what_is_no_plain_lora_of_this_model_is_one_line(checkpoints, tmp_path):
         adapters.read_lora(str(path), wan, "low")
 
 
-def test_training_starts_from_one_rank_and_scale(checkpoints, tmp_path, capsys):
+def test_training_starts_from_one_rank_and_scale(checkpoints, tmp_path):
     """Whoever wrote it; where they differ from layer to layer, it is one line."""
-    wan, ours = wan_model.describe(str(checkpoints["i2v"])), dict.fromkeys((*adapters.BASE, "model"), "ours")
+    wan = wan_model.describe(str(checkpoints["i2v"]))
 
     def start(rank, alpha, targets=ATTENTION, name="high", options="", **lora):
         path = write(tmp_path / f"{name}.safetensors", **lora)
-        return adapters.check_lora(wan, ["high"], rank, alpha, targets, path + options, ours)
+        return adapters.check_lora(wan, ["high"], rank, alpha, targets, path + options)
 
     lora = random_lora(lambda name: 0 if "ffn" in name else 4)
     kohya = named(lora, lambda layer: f"lora_unet_{original(layer)}".replace(".", "_"), DOWN_UP, 2.0)
     assert start(4, 2.0, tensors=kohya) == 3 * 8 * 4 * (128 + 128)
-    assert f"init_lora  high: {tmp_path}/high.safetensors: doesn't say what it belongs to" in capsys.readouterr().out
     assert start(4, 1.0, tensors=kohya, options=":0.5") and start(4, 2.0, tensors=kohya, name="x", options=":both")
     mixed = named(random_lora(lambda name: {"attn1.to_q": 2}.get(name, 0 if "ffn" in name else 4)), original, alpha=2.0)
     for arguments, words in [

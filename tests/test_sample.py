@@ -83,13 +83,13 @@ def test_a_lora_is_sampled_in_the_box_of_the_cache(world, sample):
 
 
 def test_it_tells_whether_the_demo_was_trained_on(world, tmp_path):
-    """The number of the run's numbers: scores between their floor and ceiling."""
+    """And puts its scores between their floor and ceiling."""
     common = dict(model=world / "i2v", num_inference_steps=1, data=world / "robot.hdf5", out=tmp_path / "x")
     splits = robot_data.RobotDemos(world / "robot.hdf5", "robot0_agentview_left").splits
-    for split, words in (("train", "trained on"), ("val", "held out")):
+    for split, words in (("train", "training"), ("val", "held-out")):
         demo = next(name for name in splits if splits[name] == split)
         names, printed = script("sample.py", **common, demo=demo)
-        assert re.search(rf"^{demo}, {words}: psnr [\d.]+ \([\d.]+\.\.[\d.]+\) \| ", printed, re.M)
+        assert re.search(rf"^{demo} of the {words} demos: psnr [\d.]+ \([\d.]+\.\.[\d.]+\) \| ", printed, re.M)
         assert {"floor/psnr", "ceiling/ssim"} <= names["bounds"].keys()
 
 
@@ -322,7 +322,7 @@ def test_training_goes_on_from_an_adapter_of_the_same_base_in_another_size(world
     _, printed = script("train_i2v_sft.py", **start, model=world / "i2v")
     views = "views {1},{0} -> {0},{1}".format("robot0_agentview_left", "robot0_agentview_right")
     line = f"of {world}/i2v; {views}, cell_height 24 -> 16, num_frames 9 -> 5\n"
-    assert all(f"init_lora  {expert}: {runs['lora']}/lora/{expert}_noise.safetensors: {line}" in printed
+    assert all(f"init_lora  {runs['lora']}/lora/{expert}_noise.safetensors: {line}" in printed
                for expert in ("high", "low"))
     assert "".join(f"lora       {name}: 4 layers\n" for name in ("to_q", "to_k", "to_v", "to_out.0")) in printed
     assert record_in(tmp_path / "out/lora/low_noise.safetensors")["num_frames"] == 5
@@ -350,4 +350,4 @@ def test_an_adapter_of_reinforcement_learning_alone_is_enough(world, images, tmp
                           (dict(views=CELLS["views"]), "was trained with one view, want the same")]:
         assert words in refusal("sample.py", **one | dict(lora=lora) | change, out=tmp_path / "b")
     assert not [name for name in files_of(tmp_path) if name == "b.mp4"]
-    assert adapters.read_records(str(lora))[0][1]["kind"] == "ti2v"
+    assert adapters.adapter_files(str(lora))[0].record["kind"] == "ti2v"
