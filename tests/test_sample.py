@@ -290,6 +290,9 @@ def test_adapters_of_any_tool_are_sampled_several_with_weights(world, runs, imag
     same = f"{lora}/high_noise.safetensors,{lora}/low_noise.safetensors:0.5"
     got, want = (sampled(tmp_path / "a", **images, lora=each)[0] for each in (spec, same))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    style = f"{tmp_path}/style.safetensors:both"  # says nothing: the fine-tuned model under it says cells and frames
+    latents, fps, _ = sampled(tmp_path / "a", **images, model=runs["full"] / "model", lora=style)
+    assert latents.shape == got.shape and fps == 5 and not torch.allclose(latents, got, atol=1e-3)
 
 
 def test_adapters_are_refused_before_a_transformer_is_loaded(world, runs, images, tmp_path, monkeypatch):
