@@ -58,7 +58,7 @@ def contents(config, *names):
     """
     found = {}
     for name in names:
-        path, content = Path(config[name]), ""
+        path, content = Path(config[name].split(":")[0] if name == "init_lora" else config[name]), ""  # PATH:WEIGHT
         if config[name] and path.is_dir():
             patterns = ("model_index.json", "*.safetensors", "*/*.safetensors")
             weights = [file for pattern in patterns for file in sorted(path.glob(pattern))]

@@ -219,7 +219,7 @@ def load_expert(wan, device, seed, rank, alpha, targets, init_lora, expert, trai
         torch.manual_seed(seed)  # A is drawn, the same on all ranks; B is 0
         add_lora(transformer, rank, alpha, targets)
         if init_lora:
-            load_lora(transformer, read_lora(init_lora, expert)[0], init_lora)
+            load_lora(transformer, read_lora(init_lora, wan, expert)[0])
     return transformer.to(device)
 
 

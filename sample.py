@@ -11,6 +11,7 @@ box, fps. The config file of a run serves here too. Under torchrun the transform
 
 import os
 import tempfile
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -35,11 +36,11 @@ from recordings import Window
 
 run = ""  # a run's config.json, also without --run=: its settings, and the lora/ or model/ it exported
 model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME
-lora = ""  # an exported lora/ folder to put on it
+lora = ""  # adapters to put on it, PATH[:high|low|both][:WEIGHT],...: a run's lora/, or any tool's safetensors
 checkpoint = ""  # a run's ckpt/step_NNNNNN to put on it instead: its average with EMA, else its weights
 out = "out/sample"  # writes <out>.mp4 and <out>.png
 # the given frame: images, or a frame of a demonstration (then the recording is shown beside the video)
-images = ""  # an image file a view, separated by commas, resized to the cells
+images = ""  # an image file a view, in the order of views, separated by commas, resized to the cells
 data = "out/tiny/robot.hdf5"  # HDF5 of demonstrations
 demo = ""  # e.g. demo_7
 start = 0  # frame of the demo to start from
@@ -69,6 +70,16 @@ compile_blocks = False  # torch.compile each transformer block
 device = "auto"  # "auto" | "cpu" | "cuda"
 config = configure(globals(), also="cache_dir", run="run", recorded=artifacts.recorded)
 
+
+def given_cell(path):
+    """A given image -> 3 1 h w in -1..1."""
+    try:
+        pixels = np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
+    except OSError as error:
+        raise UserError(f"images={path}: {error}") from None
+    return robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)
+
+
 # ----------------------------------------------------------------------------- checks
 rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
@@ -85,12 +96,12 @@ with fsdp.all_ranks_agree():
     if checkpoint:
         adapter = settings["lora_rank"], settings["lora_alpha"] or settings["lora_rank"], settings["lora_targets"]
         adapted = {e: adapter for e in wan.expert_names if settings.get("experts", "both") in ("both", e)}
-    if lora:
-        exported = [e for e in wan.expert_names if adapters.has_lora(lora, e)]
-        adapted = {e: adapters.read_lora(lora, e)[1:] for e in exported or wan.expert_names}
-        for expert, adapter in adapted.items():
-            adapters.check_lora(wan, [expert], *adapter, lora)
-        fsdp.say(f"{lora}: {adapters.compare(record, config)}")
+    for expert in wan.expert_names if lora else ():
+        if files := adapters.files_for(lora, wan.expert_names, expert):
+            adapted[expert] = adapters.read_lora(lora, wan, expert)[1:]
+        for file in files:
+            weight = "" if file.weight is None else f" x {file.weight:g}"
+            fsdp.say(f"lora       {expert}: {file.name}{weight}: {artifacts.compare(file.record, config)}")
     if bool(images) == bool(demo):
         raise UserError(f"images={images!r}, demo={demo!r}: want either images (one a view) or a demo of data")
     box = None
@@ -108,20 +119,14 @@ with fsdp.all_ranks_agree():
         frames_there = demos.num_frames[demo]
         if not 0 <= start < frames_there:
             raise UserError(f"start={start}: {demo} has {frames_there} frames")
-        window = Window(demo, start, min(num_frames, frames_there - start), "val")
+        window = Window(demo, start, min(num_frames, frames_there - start), demos.splits[demo])
         prompt = prompt or demos.prompts[demo]
         truth, valid = validate.ground_truth(demos, window, config, box, device)
     else:
-        if "views" in record and images.count(",") != record["views"].count(","):
-            raise UserError(f"images={images}: want one a view of {lora or checkpoint or model}: "
-                            f"{record['views'] or 'it has one'}")
-        truth, valid = {}, {}
-        for i, path in enumerate(images.split(",")):
-            try:
-                pixels = np.array(ImageOps.exif_transpose(Image.open(path.strip())).convert("RGB"))
-            except OSError as error:
-                raise UserError(f"images={path}: {error}") from None
-            truth["rgb", str(i)] = robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)  # 3 1 h w
+        paths, names = images.split(","), views.split(",")
+        if len(paths) != len(names):
+            raise UserError(f"images={images}: got {len(paths)}, want one a view: {views or '(one view)'}")
+        truth, valid = {("rgb", str(i)): given_cell(path.strip()) for i, path in enumerate(paths)}, {}  # 3 1 h w each
         if not prompt:
             raise UserError("prompt is empty: want --prompt=...")
     if not os.path.basename(out):
@@ -168,6 +173,9 @@ fsdp.say(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, 
 noise = flow.randn(latent_shape, seed)[None].to(device)
 latents, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, **guidance,
                             progress="sampling" if rank == 0 else None)
+if demo:
+    bounds = validate.floor_and_ceiling(SimpleNamespace(val=[window], box=box), demos, config | {"num_val_videos": 1},
+                                        rank, world_size, device)
 if rank == 0:
     cells = sampler.decode_cells(vae, latents[0], modalities, view_names)
     got, want = validate.frames_of(cells), validate.frames_of(truth)
@@ -175,7 +183,8 @@ if rank == 0:
     rows = [("given", want[:1]), ("generated", got)] + ([("recorded", want)] if demo else [])
     video.contact_sheet(f"{out}.png", rows, title=prompt)
     if demo:
-        numbers = validate.scores(cells, truth, valid, box)
-        print(", ".join(f"{name} {value:.3f}" for name, value in numbers.items()))
+        numbers = validate.scores(cells, truth, valid, box, validate.task_of(demos, window))
+        print(f"{demo} of the {'held-out' if window.split == 'val' else 'training'} demos: "
+              + validate.in_a_line(numbers | bounds))
     print(f"wrote {out}.mp4 and {out}.png")
 fsdp.cleanup()

@@ -170,8 +170,8 @@ with fsdp.all_ranks_agree():
         sglang_sampler.check_settings(config, policy)
         SamplerClass, recompute_log_prob = sglang_sampler.SGLangSampler, True
     belongs_to = artifacts.belongs_to(policy, config)  # what is exported says it
-    num_trained = adapters.check_lora(policy, policy.expert_names, lora_rank, lora_alpha, lora_targets, init_lora,
-                                      belongs_to)
+    artifacts.check_start(init_lora, belongs_to)
+    num_trained = adapters.check_lora(policy, policy.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     check_sizes(num_frames, height, width, stride, names=("height", "width"))
     latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])  # c f h w

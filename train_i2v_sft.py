@@ -43,7 +43,7 @@ from recordings import view_names
 model = "out/tiny/i2v"  # diffusers folder, hub id, or random:NAME (i2v-a14b, ti2v-5b, t2v-a14b, t2v-1.3b)
 out_dir = "out/tiny_i2v"  # everything the run leaves behind
 resume = True  # go on from out_dir's last checkpoint; False: out_dir must hold none
-init_lora = ""  # an exported lora/ folder to start from
+init_lora = ""  # an exported lora/ to start from, or any tool's file of the same rank and targets (adapters.py)
 dry_run = False  # print sizes, costs and windows, and stop; with data="" without the windows
 gpus = 0  # GPUs that a dry run is for; 0: as many as it runs on
 gpu_gib = 0.0  # memory of each of them, GiB; 0: this GPU's
@@ -141,7 +141,8 @@ with fsdp.all_ranks_agree():
                         + ("" if "single" in wan.expert_names else ", high or low"))
     trained = wan.expert_names if experts == "both" else (experts,)
     belongs_to = artifacts.belongs_to(wan, config)  # what is exported says it
-    adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora, belongs_to)
+    artifacts.check_start(init_lora, belongs_to)
+    adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora)
     z_dim, stride = encoders.latent_geometry(model)
     robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)

@@ -7,10 +7,11 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_wan_lora_to_diffusers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import adapters
+import artifacts
 import cost
 import flow
 import fsdp
@@ -269,8 +270,27 @@ def test_with_b_at_0_it_is_the_model_under_the_adapters(checkpoints):
 
 def test_lora_targets_that_do_not_exist(checkpoints):
     transformer = load(checkpoints["ti2v"]).experts["single"]
-    with pytest.raises(UserError, match="lora_targets=to_z: no such linear layer"):
-        adapters.add_lora(transformer, 4, 4, "to_q, to_z")
+    for targets, words in [("to_q, to_z", "to_z: no such linear layer; want e.g. to_v"), ("xx,", "xx,: no such linear"),
+                           ("attn.to_out", "attn.to_out: no such linear layer; want e.g. attn2.to_out.0"),
+                           ("patch_embedding", "patch_embedding: no such linear"), ("norm2", "norm2: no such linear")]:
+        with pytest.raises(UserError, match=f"lora_targets={words}"):
+            adapters.add_lora(transformer, 4, 4, targets)
+    adapters.add_lora(transformer, 4, 4, "0, to_q, to_q")  # blocks.0 ends with 0 too, but is no linear
+    adapted = {name.split(".lora_")[0] for name, p in transformer.named_parameters() if p.requires_grad}
+    assert adapted == {f"blocks.{i}.attn{j}.{name}" for i in range(3) for j in (1, 2) for name in ("to_out.0", "to_q")}
+
+
+def test_a_line_a_target_tells_the_layers_that_it_hits(checkpoints, capsys):
+    wan = wan_model.describe(str(checkpoints["i2v"]))
+    number = adapters.check_lora(wan, wan.expert_names, 4, 4.0, "to_q,linear_1,proj_out", "")
+    embedders = ", ".join(f"condition_embedder.{name}_embedder.linear_1" for name in ("time", "text"))
+    assert capsys.readouterr().out.splitlines() == [
+        "lora       to_q: 6 layers", f"lora       linear_1: 2 layers, outside the blocks: {embedders}",
+        "lora       proj_out: 1 layers, outside the blocks: proj_out"]
+    for transformer in load(checkpoints["i2v"]).experts.values():
+        adapters.add_lora(transformer, 4, 4, "to_q,linear_1,proj_out")
+        number -= sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    assert number == 0
 
 
 @pytest.mark.parametrize("kind, files", [("i2v", ("high_noise", "low_noise")), ("ti2v", ("lora",))])
@@ -330,7 +350,8 @@ def test_adapters_say_what_they_belong_to_beside_what_diffusers_writes(checkpoin
         assert ours == theirs and comfyui == {"format": "pt"}
         tensors, theirs = load_file(tmp_path / f"lora/{name}.safetensors"), load_file(tmp_path / "theirs.safetensors")
         assert tensors.keys() == theirs.keys() and all(torch.equal(tensors[key], theirs[key]) for key in theirs)
-        assert adapters.read_record(str(tmp_path / "lora"), expert) == RECORD | {"expert": expert}
+        records = [file.record for file in adapters.adapter_files(str(tmp_path / "lora"))]
+        assert records == [RECORD | {"expert": expert} for expert in ("high", "low")]
 
 
 def test_a_record_is_of_the_same_base_model_or_refused():
@@ -339,22 +360,22 @@ def test_a_record_is_of_the_same_base_model_or_refused():
 
     def refusal_of(**record):
         with pytest.raises(UserError) as caught:
-            adapters.check_base({"model": "a"} | record, ours, "x/lora")
+            artifacts.check_base({"model": "a"} | record, ours, "x/lora")
         return str(caught.value)
 
     content = {"content of model": "abc"}
     for record in ({}, content, content | sizes, {"content of model": "hub/a@123"} | sizes):  # the last: not comparable
-        adapters.check_base({"model": "b"} | record, ours, "x/lora")
-    adapters.check_base({"model": "a"} | content | sizes, ours, "x/lora")  # under another name
+        artifacts.check_base({"model": "b"} | record, ours, "x/lora")
+    artifacts.check_base({"model": "a"} | content | sizes, ours, "x/lora")  # under another name
     line = "model=b: x/lora was trained on a, whose {} is {}, here {}: want the model it was trained on"
     assert refusal_of() == line.format("model", "a", "b")  # where there is no content, the name counts
     assert refusal_of(**content | sizes | dict(num_layers=40)) == line.format("num_layers", 40, 3)
     assert refusal_of(kind="ti2v") == line.format("kind", "ti2v", "i2v")
     for other in ("abd", "random:i2v-a14b"):
         assert refusal_of(**sizes, **{"content of model": other}) == line.format("content of model", other, "abc")
-    assert adapters.compare({"model": "a", "num_frames": 5, "shift": 5.0}, dict(num_frames=9, shift=5.0, views="x")) \
+    assert artifacts.compare({"model": "a", "num_frames": 5, "shift": 5.0}, dict(num_frames=9, shift=5.0, views="x")) \
         == "of a; num_frames 5 -> 9"
-    assert "doesn't say what it belongs to" in adapters.compare({}, ours)
+    assert "doesn't say what it belongs to" in artifacts.compare({}, ours)
 
 
 def test_adapters_round_trip(checkpoints, tmp_path):
@@ -363,30 +384,310 @@ def test_adapters_round_trip(checkpoints, tmp_path):
     folder = str(tmp_path / "lora")
     adapters.export_lora(folder, exported, 4, 6.0, ATTENTION, RECORD)
     for expert, transformer in again.experts.items():
-        assert adapters.has_lora(folder, expert)
-        tensors, rank, alpha, targets = adapters.read_lora(folder, expert)
+        tensors, rank, alpha, targets = adapters.read_lora(folder, wan, expert)
         assert tensors.keys() == exported[expert].keys() and (rank, alpha) == (4, 6.0)
         assert all(torch.equal(tensor, exported[expert][name]) for name, tensor in tensors.items())
-        assert set(targets.split(",")) == set(ATTENTION.split(","))
+        assert set(targets.split(",")) == {name.split(".lora_")[0] for name in tensors}
         adapters.add_lora(transformer, rank, alpha, targets)
-        adapters.load_lora(transformer, tensors, folder)
+        adapters.load_lora(transformer, tensors)
     got, want = velocities(again), velocities(wan)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
-    assert not adapters.has_lora(folder, "single")
-    with pytest.raises(UserError, match=r"no lora.safetensors in it; want a lora/ folder"):
-        adapters.read_lora(folder, "single")
-    for rank, targets, number, first in [
-        (8, ATTENTION, 48, "blocks.0.attn1.to_k.lora_A.weight"),  # 3 layers, 8 linears, A and B: all differ
-        (4, EVERYTHING, 12, "blocks.0.ffn.net.0.proj.lora_A.weight"),  # 3 layers, 2 linears that the file lacks
-        (4, "to_q,to_k,to_v", 12, "blocks.0.attn1.to_out.0.lora_A.weight"),  # 3 layers, 2 linears too many
+    single = wan_model.describe(str(checkpoints["ti2v"]))
+    with pytest.raises(UserError, match=f"{folder}: two adapters for single, the second is {folder}/low_noise.safet"):
+        adapters.read_lora(folder, single, "single")
+
+
+# ----------------------------------------------------------------------------- adapters of other tools
+
+ORIGINAL = {"attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
+            "attn1.to_out.0": "self_attn.o", "attn2.to_q": "cross_attn.q", "attn2.to_k": "cross_attn.k",
+            "attn2.to_v": "cross_attn.v", "attn2.to_out.0": "cross_attn.o", "ffn.net.0.proj": "ffn.0",
+            "ffn.net.2": "ffn.2"}
+
+
+def random_lora(rank_of, seed=0, layers=3):
+    """{"blocks.0.attn1.to_q": (A, B)} of the tiny model's blocks; rank_of: name in a block -> rank, 0: left out."""
+    generator, lora = torch.Generator().manual_seed(seed), {}
+    for i in range(layers):
+        for name in ORIGINAL:
+            if rank := rank_of(name):
+                columns, rows = (512 if name == "ffn.net.2" else 128), (512 if name == "ffn.net.0.proj" else 128)
+                lora[f"blocks.{i}.{name}"] = [0.2 * torch.randn(*shape, generator=generator)
+                                              for shape in ((rank, columns), (rows, rank))]
+    return lora
+
+
+def named(lora, form, sides=("lora_A", "lora_B"), alpha=None):
+    """As a tool would write it. form: name of a layer -> the tool's."""
+    tensors = {}
+    for layer, pair in lora.items():
+        for side, tensor in zip(sides, pair, strict=True):
+            tensors[f"{form(layer)}.{side}.weight"] = tensor
+        if alpha is not None:
+            tensors[f"{form(layer)}.alpha"] = torch.tensor(alpha(layer) if callable(alpha) else alpha)
+    return tensors
+
+
+def original(layer):
+    block, number, name = layer.split(".", 2)
+    return f"{block}.{number}.{ORIGINAL[name]}"
+
+
+def write(path, tensors, **metadata):
+    path.parent.mkdir(exist_ok=True)
+    save_file(tensors, path, {key: json.dumps(value) for key, value in metadata.items()} or None)
+    return str(path)
+
+
+def products(lora, wan, expert="high"):
+    """{layer: scale B A} of what read_lora returns, float64."""
+    tensors, rank, alpha, _ = adapters.read_lora(str(lora), wan, expert)
+    pairs = {layer: [tensors[f"{layer}.lora_{side}.weight"] for side in "AB"]
+             for layer in {name.split(".lora_")[0] for name in tensors}}
+    assert len(tensors) == 2 * len(pairs)
+    return scaled(pairs, alpha / rank)
+
+
+def scaled(lora, scale):
+    return {layer: (scale(layer) if callable(scale) else scale) * b.double() @ a.double()
+            for layer, (a, b) in lora.items()}
+
+
+def added(*sums):
+    return {layer: sum(each[layer] for each in sums if layer in each) for layer in set().union(*sums)}
+
+
+def assert_products(got, want):
+    assert got.keys() == want.keys()
+    for layer in want:
+        torch.testing.assert_close(got[layer], want[layer], atol=1e-6, rtol=1e-5)
+
+
+DOWN_UP = ("lora_down", "lora_up")
+
+
+@pytest.mark.parametrize("form, sides", [
+    (lambda layer: f"transformer.{layer}", ("lora_A", "lora_B")),  # diffusers
+    (lambda layer: f"base_model.model.{layer}", ("lora_A", "lora_B")),  # peft
+    (lambda layer: f"base_model.model.{original(layer)}", ("lora_A.default", "lora_B.default")),
+    (lambda layer: f"diffusion_model.{original(layer)}", ("lora_A", "lora_B")),  # ComfyUI, diffusion-pipe
+    (lambda layer: f"diffusion_model.{original(layer)}", DOWN_UP),
+    (lambda layer: f"lora_unet_{original(layer)}".replace(".", "_"), DOWN_UP),  # kohya, musubi-tuner
+    (lambda layer: f"lora_unet__{original(layer)}".replace(".", "_"), DOWN_UP),
+    (lambda layer: f"lora_unet_{layer}".replace(".", "_"), DOWN_UP),
+    (lambda layer: f"pipe.dit.{original(layer)}", ("lora_A.default", "lora_B.default")),  # DiffSynth
+    (original, ("lora_A", "lora_B")),
+])
+def test_names_of_other_tools(checkpoints, tmp_path, form, sides):
+    """Their alpha is a layer's own; without any the scale is asked for; the same products by every tool's names."""
+    wan, lora = wan_model.describe(str(checkpoints["i2v"])), random_lora(lambda name: 4)
+    alphas = {layer: 1.0 + i for i, layer in enumerate(lora)}
+    path = write(tmp_path / "x_HIGH_fp16.safetensors", named(lora, form, sides, lambda layer: alphas[layer]))
+    want = scaled(lora, lambda layer: alphas[layer] / 4)
+    assert_products(products(path, wan), want)
+    assert_products(products(f"{path}:-0.5", wan), {layer: -0.5 * product for layer, product in want.items()})
+
+    path = write(tmp_path / "x_HIGH_fp16.safetensors", named(lora, form, sides))
+    with pytest.raises(UserError, match=rf"{path}: doesn't say its scale \(no alpha\); want {path}:1 to add B A as"):
+        products(path, wan)
+    assert_products(products(f"{path}:1.5", wan), scaled(lora, 1.5))
+    with pytest.raises(UserError, match=f"want {path}:both:1 to add"):
+        products(f"{path}:both", wan)
+
+
+def test_scales_in_the_settings_of_peft(checkpoints, tmp_path):
+    wan, lora = wan_model.describe(str(checkpoints["i2v"])), random_lora(lambda name: 4 if "ffn" in name else 2)
+    ranks = dict(r=2, lora_alpha=6, rank_pattern={"ffn.net.0.proj": 4, r"ffn\.net\.2": 4}, init_lora_weights="gaussian")
+
+    def rank(layer):
+        return 4 if "ffn" in layer else 2
+
+    for i, (settings, scale) in enumerate([
+        (ranks, lambda layer: 6 / rank(layer)),
+        (ranks | dict(use_rslora=True), lambda layer: 6 / rank(layer) ** 0.5),
+        (ranks | dict(alpha_pattern={"attn1.to_q": 1, "blocks.2.ffn.net.2": 8, "to_v": 0.5}),
+         lambda layer: {"attn1.to_q": 1, "attn2.to_v": 0.5, "attn1.to_v": 0.5}.get(
+             layer.split(".", 2)[2], 8 if layer == "blocks.2.ffn.net.2" else 6) / rank(layer)),
+    ]):
+        path = write(tmp_path / f"low{i}.safetensors", named(lora, lambda layer: f"transformer.{layer}"),
+                     lora_adapter_metadata={f"transformer.{key}": value for key, value in settings.items()})
+        assert_products(products(path, wan, "low"), scaled(lora, scale))
+        folder = tmp_path / f"low-noise_{i}"
+        write(folder / "adapter_model.safetensors", named(lora, lambda layer: f"base_model.model.{layer}"))
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        assert_products(products(folder, wan, "low"), scaled(lora, scale))
+    write(folder / "adapter_model.safetensors", named(lora, lambda layer: f"diffusion_model.{original(layer)}"))
+    settings = ranks | dict(rank_pattern={"ffn.0": 4, "ffn.2": 4}, alpha_pattern={"self_attn.q": 1})
+    (folder / "adapter_config.json").write_text(json.dumps(settings))  # by the original names, as diffusion-pipe does
+    assert_products(products(folder, wan, "low"),
+                    scaled(lora, lambda layer: (1 if layer.endswith("attn1.to_q") else 6) / rank(layer)))
+
+
+def test_several_adapters_are_the_sum_of_their_scaled_products(checkpoints, tmp_path):
+    """Of other ranks, targets, forms and weights: in the products, in the velocity, and as diffusers adds them."""
+    wan = load(checkpoints["i2v"])
+    ranks = {"ffn.net.2": 6, "attn1.to_k": 1}
+    first, second = random_lora(lambda name: 4, 1), random_lora(ranks.get, 2)
+    style = write(tmp_path / "style.safetensors", named(second, lambda layer: f"diffusion_model.{original(layer)}",
+                                                        DOWN_UP, 3.0))
+    adapters.export_lora(str(tmp_path / "lora"), {expert: {
+        f"{layer}.lora_{side}.weight": x for layer, pair in first.items() for side, x in zip("AB", pair, strict=True)}
+        for expert in ("high", "low")}, 4, 6.0, EVERYTHING, RECORD)
+    lora = f"{tmp_path}/lora:0.5, {style}:low:-2"
+    of_first = scaled(first, 0.5 * 6 / 4)
+    of_second = scaled(second, lambda layer: -2 * 3 / (6 if "ffn" in layer else 1))
+    want = {"high": of_first, "low": added(of_first, of_second)}
+    merged = load(checkpoints["i2v"])
+    for expert in ("high", "low"):
+        assert_products(products(lora, wan, expert), want[expert])
+        weights = dict(merged.experts[expert].named_parameters())
+        for layer, product in want[expert].items():
+            weights[f"{layer}.weight"].data = (weights[f"{layer}.weight"].double() + product).float()
+        adapter = adapters.read_lora(lora, wan, expert)[1:]
+        assert adapter[0] == {"high": 4, "low": 10}[expert]
+        wan.experts[expert] = wan_model.load_expert(wan, "cpu", 0, *adapter, lora, expert)
+    assert_same(velocities(wan), velocities(merged))
+    assert all(differ({expert: velocities(wan)[expert]}, {expert: velocities(load(checkpoints["i2v"]))[expert]}) > 0.01
+               for expert in ("high", "low"))
+
+    pipeline = pipeline_of(checkpoints["i2v"], "i2v")
+    for expert in ("high", "low"):
+        for name, file in [("a", f"lora/comfyui_{expert}_noise.safetensors"), ("b", "style.safetensors")]:
+            if name == "a" or expert == "low":
+                pipeline.load_lora_weights(tmp_path, weight_name=file, adapter_name=name,
+                                           load_into_transformer_2=expert == "low")
+    pipeline.transformer.set_adapters(["a"], [0.5])
+    pipeline.transformer_2.set_adapters(["a", "b"], [0.5, -2.0])
+    assert_same(pipeline_velocities(wan, pipeline), velocities(wan))
+
+
+def test_whose_an_adapter_is(checkpoints, tmp_path):
+    """Asked for, else by its record, its components, its name; else it is asked."""
+    wan, lora = wan_model.describe(str(checkpoints["i2v"])), random_lora(lambda name: 4)
+    tensors = named(lora, lambda layer: f"diffusion_model.{original(layer)}", alpha=4.0)
+
+    def whose(spec):
+        return [e for e in wan.expert_names if adapters.files_for(str(spec), wan.expert_names, e)]
+
+    for name, experts in {"Wan2.2-Lightning_I2V-A14B-4steps-lora_HIGH_fp16": ["high"], "high_noise_model": ["high"],
+                          "wan2.2_i2v_lightx2v_4steps_lora_v1_low_noise": ["low"], "Wan-LowNoise": ["low"],
+                          "slow-highres_low": ["low"], "lownoise": ["low"], "comfyui_high_noise": ["high"]}.items():
+        assert whose(write(tmp_path / f"{name}.safetensors", tensors)) == experts, name
+        assert whose(f"{tmp_path}/{name}.safetensors:both:0.5") == ["high", "low"]
+    for name in ("slow_motion", "highres", "high_and_low", "flow"):
+        path = write(tmp_path / f"{name}.safetensors", tensors)
+        with pytest.raises(UserError, match=f"{path}: doesn't say which expert it is for; want {path}:high, "):
+            whose(path)
+        assert whose(f"{path}:low") == ["low"] and whose(f"{path}:high,{path}:low:2") == ["high", "low"]
+    assert whose(write(tmp_path / "low.safetensors", tensors, nanowan={"expert": "high"})) == ["high"]
+
+    other = random_lora(lambda name: 2, 5)
+    both = named(lora, lambda layer: f"transformer.{layer}") | named(other, lambda layer: f"transformer_2.{layer}")
+    path = write(tmp_path / "both.safetensors", both, lora_adapter_metadata={
+        "transformer.r": 4, "transformer.lora_alpha": 8, "transformer_2.r": 2, "transformer_2.lora_alpha": 1})
+    assert whose(path) == ["high", "low"]
+    assert_products(products(path, wan), scaled(lora, 2.0))
+    assert_products(products(path, wan, "low"), scaled(other, 0.5))
+
+    exported = tmp_path / "exported"  # its ComfyUI files alone
+    adapters.export_lora(str(exported), {e: {f"{layer}.lora_{side}.weight": x for layer, pair in each.items()
+                                             for side, x in zip("AB", pair, strict=True)}
+                                         for e, each in (("high", lora), ("low", lora))}, 4, 6.0, EVERYTHING, RECORD)
+    for expert in ("high", "low"):
+        Path(exported, f"{expert}_noise.safetensors").unlink()
+    for expert in ("high", "low"):
+        assert_products(products(exported, wan, expert), scaled(lora, 1.5))
+    write(exported / "comfyui_high_noise_2.safetensors", tensors)
+    with pytest.raises(UserError, match=f"{exported}: two adapters for high, the second is "):
+        whose(exported)
+
+
+def test_what_is_no_plain_lora_of_this_model_is_one_line(checkpoints, tmp_path):
+    wan, lora = wan_model.describe(str(checkpoints["i2v"])), random_lora(lambda name: 4)
+
+    def form(layer):
+        return f"diffusion_model.{original(layer)}"
+
+    good = named(lora, form, alpha=4.0)
+    q = form("blocks.0.attn1.to_q")
+    path, peft = tmp_path / "high.safetensors", {"transformer.r": 4, "transformer.lora_alpha": 8}
+    bare = named(lora, lambda layer: f"transformer.{layer}")
+    nan = good[f"{q}.lora_B.weight"].clone()
+    nan[3, 1] = float("nan")
+    deeper = named(random_lora(lambda name: 4, layers=5), form, alpha=4.0)
+    for tensors, metadata, words in [
+        (good | {f"{q}.diff_b": torch.zeros(128)}, {}, f"1 of 91 tensors are no LoRA .* the first is {q}.diff_b: want"),
+        (good | {f"{q}.dora_scale": torch.ones(128, 1)}, {}, f"the first is {q}.dora_scale: want lora_A and lora_B"),
+        (good | {f"{q}.lora_B.bias": torch.ones(128)}, {}, f"the first is {q}.lora_B.bias: want"),
+        ({f"lora_unet_blocks_0_self_attn_q.{name}": torch.ones(8, 8) for name in ("lokr_w1", "lokr_w2")}, {},
+         "2 of 2 tensors are no LoRA of this model's layers, the first is lora_unet_blocks_0_self_attn_q.lokr_w1"),
+        ({f"{q}.hada_w1_a": torch.ones(8, 8)}, {}, "1 of 1 tensors .* the first is .*hada_w1_a"),
+        (good | {"use_rslora_flag": torch.ones(())}, {}, "the first is use_rslora_flag: want"),
+        (good | {"lora_te_text_model_q.lora_down.weight": torch.ones(4, 4)}, {}, "the first is lora_te_text_model_q"),
+        (deeper, {}, "60 of 150 tensors .* the first is diffusion_model.blocks.3.cross_attn.k.alpha: want"),
+        (good | {"blocks.0.attn1.to_q.lora_A.weight": torch.ones(4, 128)}, {}, "1 of 91 tensors .*, the first is "),
+        (good | {f"{q}.lora_A.weight": torch.ones(4, 128, dtype=torch.int8)}, {}, f"first is {q}.lora_A.weight"),
+        ({}, {}, "0 of 0 tensors are no LoRA of this model's layers, the first is none: want"),
+        ({key: x for key, x in good.items() if key != f"{q}.lora_B.weight"}, {}, "blocks.0.attn1.to_q has no lora_B"),
+        ({f"{q}.alpha": torch.ones(())}, {}, "blocks.0.attn1.to_q has no lora_A"),
+        (good | {f"{q}.lora_A.weight": torch.ones(4, 32)}, {}, r"has A \(4, 32\) and B \(128, 4\), want \(r, 128\)"),
+        (good | {f"{q}.lora_A.weight": torch.ones(0, 128), f"{q}.lora_B.weight": torch.ones(128, 0)}, {}, "has A "),
+        (good | {f"{q}.lora_A.weight": torch.ones(4)}, {}, r"has A \(4,\)"),
+        (good | {f"{q}.lora_A.weight": torch.ones(())}, {}, r"has A \(\)"),
+        (good | {f"{q}.lora_B.weight": nan}, {}, "blocks.0.attn1.to_q has NaN or infinity"),
+        (good | {f"{q}.alpha": torch.tensor(float("nan"))}, {}, "to_q has a scale of nan, want a finite"),
+        (good | {f"{q}.alpha": torch.zeros(())}, {}, "has a scale of 0, want a finite one, not 0"),
+        (good | {f"{q}.alpha": torch.ones(3)}, {}, "can't read its adapter"),
+        (bare, dict(lora_adapter_metadata=peft | {"transformer.r": 8}), "to_q has rank 4, its settings say 8"),
+        (bare, dict(lora_adapter_metadata=peft | {"transformer.lora_alpha": "many"}), "adapter .TypeError"),
+        (bare, dict(lora_adapter_metadata=peft | {"transformer.alpha_pattern": {"(": 1}}), "can't read its adapter"),
+        (bare, dict(lora_adapter_metadata=peft | {"transformer.alpha_pattern": 3}), "can't read its adapter"),
+        (bare, dict(lora_adapter_metadata=peft | {"transformer.init_lora_weights": "pissa_niter_4"}),
+         "init_lora_weights=pissa_niter_4 has changed the base model too"),
+        (bare, dict(lora_adapter_metadata=[1]), "can't read its adapter .TypeError"),
+        (bare, dict(nanowan="x"), "can't read its adapter .ValueError"),
     ]:
-        transformer = load(checkpoints["i2v"]).experts["high"]
-        adapters.add_lora(transformer, rank, rank, targets)
-        before = {name: parameter.clone() for name, parameter in transformer.named_parameters()}
-        with pytest.raises(UserError, match=f"{folder}: {number} tensors differ .* the first is {first}:"):
-            adapters.load_lora(transformer, tensors, folder)
-        assert all(torch.equal(parameter, before[name]) for name, parameter in transformer.named_parameters())
+        write(path, tensors, **metadata)
+        with pytest.raises(UserError, match=words) as caught:
+            adapters.read_lora(str(path), wan, "high")
+        assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+    write(path, good)
+    for spec in (f"{path}:0", f"{path}:high:0.0"):
+        with pytest.raises(UserError, match="scale of 0"):
+            adapters.read_lora(spec, wan, "high")
+    for spec in (f"{path}:nan", f"{path}:1e999x", f"{path}:1:high", f"{path}:medium", "", f"{path},", f"{path}.pt"):
+        with pytest.raises(UserError, match="no adapter there; want PATH, PATH:WEIGHT or PATH:high:WEIGHT"):
+            adapters.read_lora(spec, wan, "high")
+    (tmp_path / "high.ckpt").write_bytes(b"\x80\x04nothing is unpickled")
+    with pytest.raises(UserError, match="high.ckpt: can't read its adapter .SafetensorError"):
+        adapters.read_lora(f"{tmp_path}/high.ckpt", wan, "high")
+    with pytest.raises(UserError, match="high.safetensors: no adapter for low; want one for each expert"):
+        adapters.read_lora(str(path), wan, "low")
+
+
+def test_training_starts_from_one_rank_and_scale(checkpoints, tmp_path):
+    """Whoever wrote it; where they differ from layer to layer, it is one line."""
+    wan = wan_model.describe(str(checkpoints["i2v"]))
+
+    def start(rank, alpha, targets=ATTENTION, name="high", options="", **lora):
+        path = write(tmp_path / f"{name}.safetensors", **lora)
+        return adapters.check_lora(wan, ["high"], rank, alpha, targets, path + options)
+
+    lora = random_lora(lambda name: 0 if "ffn" in name else 4)
+    kohya = named(lora, lambda layer: f"lora_unet_{original(layer)}".replace(".", "_"), DOWN_UP, 2.0)
+    assert start(4, 2.0, tensors=kohya) == 3 * 8 * 4 * (128 + 128)
+    assert start(4, 1.0, tensors=kohya, options=":0.5") and start(4, 2.0, tensors=kohya, name="x", options=":both")
+    mixed = named(random_lora(lambda name: {"attn1.to_q": 2}.get(name, 0 if "ffn" in name else 4)), original, alpha=2.0)
+    for arguments, words in [
+        (dict(rank=8, alpha=2.0, tensors=kohya), "lora_rank=8, lora_targets=to_q,to_k,to_v,to_out.0: .*high.saf"
+         "etensors has 4, to_k,to_out.0,to_q,to_v on 24 layers: want the same"),
+        (dict(rank=4, alpha=2.0, targets="to_q", tensors=kohya), "lora_targets=to_q: .* has 4, to_k,to_out.0,"),
+        (dict(rank=4, alpha=4.0, tensors=kohya), "lora_alpha=4: .*high.safetensors was trained with 2, want the same"),
+        (dict(rank=4, alpha=4.0, tensors=mixed), "has layers of lower rank than 4, want the same for all"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            start(**arguments)
 
 
 def test_clean_names():

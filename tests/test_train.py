@@ -406,11 +406,11 @@ def test_lora_run_exports_adapters_and_another_starts_from_them(world, train, st
 
     refused = paths(world) | settings | dict(init_lora=straight_lora / "lora", out_dir=tmp_path / "refused")
     for change, words in {
-        ("lora_rank", 8): "tensors differ from lora_rank and lora_targets",
-        ("lora_targets", "to_q"): "tensors differ from lora_rank and lora_targets",
+        ("lora_rank", 8): "lora has 4, to_k,to_out.0,to_q,to_v on 16 layers: want the same",
+        ("lora_targets", "to_q"): "lora_targets=to_q: ",
         ("lora_alpha", 4): "lora_alpha=4: ",
         ("lora_rank", 0): "want the lora_rank it was trained with",
-        ("init_lora", tmp_path): "no high_noise.safetensors in it",
+        ("init_lora", tmp_path): f"{tmp_path}: no adapter there; want ",
     }.items():
         assert words in refusal("train_i2v_sft.py", **refused | dict([change]))
     assert not (tmp_path / "refused").exists()
@@ -460,7 +460,7 @@ def test_sample_refuses_in_one_line(world, straight, tmp_path):
     for change, words in [
         (dict(lora="x", checkpoint="y"), "lora and checkpoint: want one of them"),
         (dict(checkpoint=straight), "no meta.json there; want a run's ckpt/step_NNNNNN"),
-        (dict(lora=tmp_path), "no exported adapter in it; want a run's lora/ folder"),
+        (dict(lora=tmp_path), "no adapter there; want PATH, PATH:WEIGHT or PATH:high:WEIGHT"),
         (dict(demo="demo_99"), "demo=demo_99: not in "),
         (dict(start=9), "start=9: demo_23 has "),
         (dict(demo=""), "want either images (one a view) or a demo of data"),
@@ -587,7 +587,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
         (dict(max_text_tokens=8), "condition/text is stale: max_text_tokens was 16, now 8: prepare in another"),
         (dict(cache_dir=tmp_path / "none"), "none/rgb is missing: run prepare_robocasa.py"),
         (dict(data=tmp_path / "none.hdf5"), "none.hdf5: no such file"),
-        (dict(init_lora=tmp_path / "none"), "none: no such folder; want a run's exported lora/"),
+        (dict(init_lora=tmp_path / "none", lora_rank=4), "none: no adapter there; want PATH, "),
         (dict(views="robot0_agentview_left,front"), "views=front: demo_0 of "),
         (dict(cell_height=20), "cell_height=20: want a multiple of 8 (16 or 24)"),
         (dict(num_frames=6), "num_frames=6: want 4n+1 (5 or 9)"),
