@@ -115,14 +115,10 @@ def edge_match(rgb, depth):
 
 
 def plain_views(images):
-    """images {view: f h w 3} -> faults: views with frames that show nothing but one colour."""
-    faults = []
-    for view, frames in images.items():
-        plain = frames.std((1, 2)).max(-1) < 1  # f; of 255 levels
-        if plain.any():
-            colour = "black" if frames[plain].mean() < 2 else "of one colour"
-            faults.append(f"{view} is {colour} in {plain.sum()} of the {len(frames)} frames looked at")
-    return faults
+    """images {view: f h w 3} -> faults: views with frames that show nothing."""
+    plain = {view: int((frames.std((1, 2)).max(-1) < 1).sum()) for view, frames in images.items()}  # of 255 levels
+    return [f"{view} is black or of one colour in {count} of the {len(images[view])} frames looked at"
+            for view, count in plain.items() if count]
 
 
 def check_geometry(images, cameras):

@@ -171,11 +171,6 @@ with fsdp.all_ranks_agree():
     demos = open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
-
-    if file := next((folder for folder in (root, *root.parents) if folder.is_file()), None):
-        raise UserError(f"cache_dir={cache_dir}: {file} is a file, want a folder")
-
-with fsdp.all_ranks_agree():
     if rank == 0:
         hold_folder(cache_dir, "cache_dir")  # nobody else changes what is looked at now
 

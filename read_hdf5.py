@@ -58,7 +58,8 @@ class RobotDemos:
         self.path, self.views, self.pointmaps = str(data), recordings.view_names(views), pointmaps
         self.allow_external = allow_external
         self._file, self._pid = None, None
-        self.splits = self._read_splits(train_split, val_split, val_demos)  # demo -> "train" | "val", numeric order
+        with self._reading("data/ or mask/"):
+            self.splits = self._read_splits(train_split, val_split, val_demos)  # demo -> "train" | "val", numeric order
         self.num_frames, self.prompts = {}, {}
         for demo in self.splits:
             with self._reading(f"data/{demo}"):
@@ -132,9 +133,8 @@ class RobotDemos:
     def _read_splits(self, train_split, val_split, val_demos):
         data = self._open("data", h5py.Group, missing="not there, want data/demo_N (robomimic layout)")
         masks = self._open("mask", h5py.Group)
-        with self._reading("data"):
-            there = sorted(data, key=demo_number)
-            "".join(there).encode()  # files will be named like them
+        there = sorted(data, key=demo_number)
+        "".join(there).encode()  # files will be named like them
         if masks is None or not len(masks):
             return hold_out(there, val_demos)
         train = self._read_mask("train_split", train_split, there, masks)
@@ -147,27 +147,25 @@ class RobotDemos:
         if not val_split:
             return hold_out(train, val_demos)
         val = others if val is None else val
-        if not train or not val:
-            raise self._error(f"mask/{val_split if val else train_split} lists all demos, want some that it doesn't")
+        for setting, split, demos in (("train_split", train_split, train), ("val_split", val_split, val)):
+            if not demos:
+                raise self._error(f"{setting}={split}: got no demos, want some in its mask, or in neither")
         if both := [demo for demo in train if demo in set(val)]:
             raise self._error(f"{both[0]} is in mask/{train_split} and mask/{val_split}: --val_split= holds out "
                               "val_demos")
         return dict.fromkeys(train, "train") | dict.fromkeys(val, "val")
 
     def _read_mask(self, setting, split, there, masks):
-        """The demos in mask/<split>; None where it isn't there and has the usual name or none."""
-        place = f"mask/{split}"
-        mask = self._open(place) if split else None
+        """The demos in mask/<split>, in numeric order; None where it isn't there and has the usual name or none."""
+        mask = self._open(f"mask/{split}") if split else None
         if mask is None and split not in ("", "train", "valid"):
             raise self._error(f"{setting}={split}: the file has the masks {', '.join(masks)}")
         if mask is None:
             return None
-        with self._reading(place, "want a list of demos"):
+        with self._reading(f"mask/{split}", "want a list of demos"):
             demos = sorted(set(mask.asstr()[:]), key=demo_number)
         if missing := [demo for demo in demos if demo not in set(there)]:
-            raise self._error(f"{place} names {missing[0]}, which data/ does not have")
-        if not demos:
-            raise self._error(f"{setting}={split}: {place} is empty")
+            raise self._error(f"mask/{split} names {missing[0]}, which data/ does not have")
         return demos
 
     def _check_demo(self, demo):
@@ -239,17 +237,17 @@ class RobotDemos:
 
         Caches from before "prompts", "frames" and "points" lack them and are compared in the others.
         """
-        with self._reading("mask"):
+        with self._reading("data/ or mask/"):
             masks = members(self._open("mask", h5py.Group)).items()
             masks = {split: [name.decode() if isinstance(name, bytes) else str(name) for name in mask[()]]
                      for split, mask in masks if getattr(mask, "ndim", 0) == 1}
-        found = {"data_content": content_hash([Path(self.path)]), "masks": json_hash(masks),
-                 "prompts": json_hash(self.prompts), "frames": self._hash(self.splits, ["image"], sample)}
-        if self.pointmaps:
-            found["points"] = self._hash(self.splits, ["depth", "intrinsics", "extrinsics"], sample)
-            found["cameras"] = self._hash(self.file["data"], ["intrinsics", "extrinsics"],
-                                          lambda array: [array[0].tobytes(), array[-1].tobytes()])
-        return found
+            found = {"data_content": content_hash([Path(self.path)]), "masks": json_hash(masks),
+                     "prompts": json_hash(self.prompts), "frames": self._hash(self.splits, ["image"], sample)}
+            if self.pointmaps:
+                found["points"] = self._hash(self.splits, ["depth", "intrinsics", "extrinsics"], sample)
+                found["cameras"] = self._hash(self.file["data"], ["intrinsics", "extrinsics"],
+                                              lambda array: [array[0].tobytes(), array[-1].tobytes()])
+            return found
 
     def _hash(self, demos, suffixes, parts):
         """One hash of parts(array) of all that these demos have under <view>_<suffix>."""

@@ -355,11 +355,11 @@ def test_a_given_split_tells_by_itself_which_demos(edit):
     for change, settings, message in (
         (lambda file: file.pop("mask/valid"), dict(val_split="vaild"), "val_split=vaild: the file has the masks train"),
         (lambda file: [file.pop("mask/valid"), replace(file, "mask/train", lambda _: np.array(names, "S"))], {},
-         "mask/train lists all demos, want some that it doesn't"),
+         "val_split=valid: got no demos, want some"),
         (lambda file: replace(file, "mask/train", lambda _: np.array([b"demo_3"])), dict(val_split=""),
          "got demo_3, want at least two"),
         (lambda file: [file.pop("mask"), file.pop("data"), file.create_group("data")], {}, "got no demos, want at le"),
-        (lambda file: replace(file, "mask/train", lambda x: x[:0]), {}, "train_split=train: mask/train is empty"),
+        (lambda file: replace(file, "mask/train", lambda x: x[:0]), {}, "train_split=train: got no demos"),
     ):
         with pytest.raises(UserError, match=message):
             RobotDemos(edit(change), LEFT, **settings)
@@ -542,8 +542,9 @@ def test_what_people_get_wrong_is_named(recording, spoil, faults):
 def test_a_view_of_one_colour_is_named(recording):
     images, _ = stored(recording)
     images[LEFT][2:4], images[RIGHT][1] = 0, [0, 90, 200]
-    assert geometry.plain_views(images) == [f"{LEFT} is black in 2 of the 5 frames looked at",
-                                            f"{RIGHT} is of one colour in 1 of the 5 frames looked at"]
+    assert geometry.plain_views(images) == [
+        f"{LEFT} is black or of one colour in 2 of the 5 frames looked at",
+        f"{RIGHT} is black or of one colour in 1 of the 5 frames looked at"]
 
 
 # --------------------------------------------------------------------------------------------------------------- cells
