@@ -120,9 +120,8 @@ def look(demos):
             raise
         return images, {}, [], faults, str(error)
     lines, of_images, of_cameras = geometry.check_geometry(images, cameras)
-    if pointmaps:
-        return images, cameras, lines, faults + of_images + of_cameras, ""
-    return images, cameras, lines, faults + of_images, "; ".join(of_cameras)
+    faults += of_images + (of_cameras if pointmaps else [])
+    return images, cameras, lines, faults, "" if pointmaps else "; ".join(of_cameras)
 
 
 def run_inspection():
