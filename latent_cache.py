@@ -100,8 +100,8 @@ def check_unit(folder, expected, force=False):
     differences += [f"{name} was {stored[name]}, now {value}" for name, value in expected.items()
                     if name in stored and stored[name] != value]
     if differences and not force:
-        raise UserError(f"{folder} is stale: {'; '.join(differences)}: choose another cache_dir, or replace it with "
-                        "prepare_robocasa.py --force=True")
+        raise UserError(f"{folder} is stale: {'; '.join(differences)}: prepare in another cache_dir, or replace it "
+                        "with prepare_robocasa.py --force=True")
     return bool(differences)
 
 

@@ -232,9 +232,9 @@ class RobotDemos:
         return depth, K, E
 
     def fingerprint(self):
-        """{name: hash} of what shapes a cache: samples of the file, for an edit in place could escape them all masks and
-        instructions, samples of each demo's frames and, with pointmaps, depth and cameras ("points"). First and last K
-        and E ("cameras") are what older caches recorded.
+        """{name: hash} of what shapes a cache: samples of the file; all masks and prompts and samples of each demo's
+        frames, which they would miss; with pointmaps also of its depth and cameras ("points"). "cameras", the first and
+        last K and E, is what older caches recorded.
         """
         with self._reading("data/ or mask/"):
             masks = members(self._open("mask", h5py.Group)).items()

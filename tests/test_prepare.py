@@ -204,7 +204,7 @@ def test_pointmaps_are_added_to_an_rgb_cache(prepare, tmp_path):
 def test_a_stale_cache_is_refused_and_rebuilt(prepare, tmp_path):
     config = prepare()["config"]
     before = contents(tmp_path / "cache")
-    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: choose another cache_dir"):
+    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: prepare in another cache_dir"):
         prepare(cell_height=32)
     with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32"):
         opened(trainer_settings(config, cell_height=32))
@@ -267,7 +267,7 @@ def test_what_is_small_is_compared_whole(world, prepare, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="pointmap is stale: points was .*; cameras was"):
         opened(trainer)
     edited(lambda file: file["data/demo_9"].attrs.modify("ep_meta", '{"lang": "a red ball stays"}'))
-    with pytest.raises(UserError, match="condition/text is stale: prompts was .*: choose another cache_dir"):
+    with pytest.raises(UserError, match="condition/text is stale: prompts was .*: prepare in another cache_dir"):
         opened(trainer)
     edited(exchange)
     with pytest.raises(UserError, match="rgb is stale: masks was"):
