@@ -22,7 +22,8 @@ from read_hdf5 import RobotDemos
 #   camera(window, view, num_frames)               -> depth f h w, K f 3 3, E f 4 4, float32 (check_camera)
 #   points(window, view, num_frames)               -> xyz f h w 3 in metres, valid f h w (world_points)
 #   image_size(demo, view), has_depth(demo)        -> (h, w) as recorded; whether all views have depth and cameras
-#   fingerprint()                                  -> {name: value} of what shapes a cache; "cameras": pointmaps alone
+#   fingerprint()                                  -> {name: value} of what shapes a cache; "frames": latents alone,
+#                                "prompts": text alone, "points" and "cameras": pointmaps alone
 
 
 def open_demos(config):

@@ -46,6 +46,12 @@ def known(depth):
     return np.isfinite(depth) & (depth > 0)
 
 
+def known_points(depth, K, E):
+    """-> world xyz f h w 3 in metres, valid f h w: False where the depth isn't known (xyz is 0 there)."""
+    valid = known(depth)
+    return np.where(valid[..., None], unproject(np.where(valid, depth, 1), K, E), 0), valid
+
+
 def ray_length(K, depth):
     """Length of the ray to each pixel per metre along the optical axis, f h w."""
     at_origin = np.broadcast_to(np.eye(4), (len(K), 4, 4))
@@ -108,8 +114,15 @@ def edge_match(rgb, depth):
     return float(np.corrcoef(image, surface)[0, 1]) if image.std() > 0 and surface.std() > 0 else 0.0
 
 
+def plain_views(images):
+    """images {view: f h w 3} -> faults: views with frames that show nothing."""
+    plain = {view: int((frames.std((1, 2)).max(-1) < 1).sum()) for view, frames in images.items()}  # of 255 levels
+    return [f"{view} is black or of one colour in {count} of the {len(images[view])} frames looked at"
+            for view, count in plain.items() if count]
+
+
 def check_geometry(images, cameras):
-    """images {view: f h w 3}, cameras {view: (depth, K, E)} -> (lines to print, list of faults).
+    """images {view: f h w 3}, cameras {view: (depth, K, E)} -> lines to print, faults of the images, of the cameras.
 
     Orientation shows in three ways: points of two views meet only if depth and cameras are the same way up, edges of
     image and depth coincide only if those are, and down in the image of a standing camera is down in the world.
@@ -117,7 +130,7 @@ def check_geometry(images, cameras):
     measured = {view: depth[known(depth)] for view, (depth, _, _) in cameras.items()}
     for view, depths in measured.items():
         if not depths.size:
-            return [], [f"{view} has no known depth: all pixels are 0 or infinite"]
+            return [], [], [f"{view} has no known depth: all pixels are 0 or infinite"]
     near, typical, far = map(float, np.percentile(np.concatenate([*measured.values()]), [1, 50, 99]))
     lines, faults = [f"depth units   median {typical:.3f}, 1..99 % {near:.3f}..{far:.3f}; want metres"], []
     if typical > 50:  # no arm works 50 m from its camera, or sees anything within 5 cm in millimetres
@@ -128,7 +141,8 @@ def check_geometry(images, cameras):
     for view, (_, _, E) in cameras.items():
         R = E[:, :3, :3]
         if np.abs(R @ R.swapaxes(-1, -2) - np.eye(3)).max() > 1e-2 or np.linalg.det(R).min() < 0.9:
-            return lines, [*faults, f"extrinsics of {view} hold no rotation (det {np.linalg.det(R).min():.2f}, want 1)"]
+            turn = np.linalg.det(R).min()
+            return lines, [], [*faults, f"extrinsics of {view} hold no rotation (det {turn:.2f}, want 1)"]
 
     if len(cameras) > 1:
         median, distance, share = agreement(cameras)
@@ -165,8 +179,8 @@ def check_geometry(images, cameras):
             flipped.setdefault(best, []).append(view)
         if down > 0.2 and "hand" not in view:  # a camera on the hand is held any way up
             upside_down.append(view)
-    faults += [f"images of {' and '.join(views)} are {flip}: they match the depth then"
-               for flip, views in flipped.items()]
+    of_images = [f"images of {' and '.join(views)} are {flip}: they match the depth then"
+                 for flip, views in flipped.items()]
     if upside_down:
-        faults.append(f"all of {' and '.join(upside_down)} is upside down: down in the image is up in the world")
-    return lines, faults
+        of_images.append(f"all of {' and '.join(upside_down)} is upside down: down in the image is up in the world")
+    return lines, of_images, faults

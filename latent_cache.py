@@ -27,21 +27,20 @@ from recordings import Window, content_hash, folder_hash, view_names
 def fingerprints(config, kind, demos):
     """{unit: {name: value}} of all that shapes the units these settings want; kind is "i2v" | "ti2v" | "t2v".
 
-    What isn't at hand isn't compared: a trainer lacks the dtypes; demos, the reader, is None without recordings.
+    What isn't at hand isn't compared: a trainer lacks the dtypes.
     """
 
     def known(*names):
         return {name: config[name] for name in names if name in config}
 
-    data = {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos")
-    data |= demos.fingerprint() if demos else {}
-    cameras = {"cameras": data.pop("cameras")} if "cameras" in data else {}
-    latents = data | known("num_frames", "window_stride", "pad_short", "cell_height", "cell_width")
+    data = {"data": Path(config["data"]).name} | known("train_split", "val_split", "val_demos") | demos.fingerprint()
+    frames, prompts, box = ({name: data.pop(name) for name in names if name in data}
+                            for names in (["frames"], ["prompts"], ["points", "cameras"]))
+    box |= known("workspace_box") if config.get("workspace_box") else known("workspace_box", "box_percentile")
+    latents = data | frames | known("num_frames", "window_stride", "pad_short", "cell_height", "cell_width")
     latents |= {"views": view_names(config["views"]), "vae": weights_identity(config["model"], "vae")}
     latents |= known("vae_dtype", "cache_dtype")
-    box = known("workspace_box") if config.get("workspace_box") else known("workspace_box", "box_percentile")
-    box |= cameras
-    text = data | {"text_encoder": weights_identity(config["model"], "text_encoder", "tokenizer")}
+    text = data | prompts | {"text_encoder": weights_identity(config["model"], "text_encoder", "tokenizer")}
     text |= known("max_text_tokens", "negative_prompt", "text_dtype", "cache_dtype")
 
     units = {"rgb": latents, "condition/rgb": latents | {"kind": kind}, "condition/text": text}
@@ -50,13 +49,14 @@ def fingerprints(config, kind, demos):
     return units
 
 
-def contents(config, *names):
-    """{"content of model": hash, ...} of the files and folders that settings name, "" for hub ids and what isn't set.
+def contents(config, *names, demos=None):
+    """{"content of model": hash, ...} of the files and folders that settings name, "" for hub ids and what isn't set;
+    with their reader also {"content of data: prompts": hash, ...}, all that it knows of recordings.
 
     Of a folder with weights these count, and model_index.json: a run's own folder may lie among them. Of another
     folder, of recordings, everything does.
     """
-    found = {}
+    found = {f"content of data: {name}": value for name, value in demos.fingerprint().items()} if demos else {}
     for name in names:
         path, content = Path(config[name].split(":")[0] if name == "init_lora" else config[name]), ""  # PATH:WEIGHT
         if config[name] and path.is_dir():
@@ -82,16 +82,36 @@ def weights_identity(model, *parts):
     return f"{model}@{config.parent.parent.name}"
 
 
-def fingerprint_differences(folder, expected):
-    """["cell_height was 16, now 32", ...] of what the unit's preparation recorded; None where it was never begun."""
+def read_json(path):
+    """{} where it isn't there or is damaged."""
     try:
-        stored = json.loads((folder / "fingerprint.json").read_text())
-    except FileNotFoundError:
-        return ["it has no fingerprint.json"] if any(folder.glob("*.safetensors")) else None
-    except ValueError:
-        return ["its fingerprint.json is damaged"]
-    return [f"{name} was {stored[name]}, now {value}" for name, value in expected.items()
-            if name in stored and stored[name] != value]
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def check_unit(folder, expected, force=False):
+    """Whether a unit's preparation recorded something else than `expected`, which is a UserError unless force; None
+    where it was never begun. What it didn't record, as an older one didn't all, isn't compared."""
+    stored = read_json(folder / "fingerprint.json")
+    if not stored and not any(folder.glob("*.safetensors")):
+        return None
+    differences = [] if stored else ["it has no whole fingerprint.json"]
+    differences += [f"{name} was {stored[name]}, now {value}" for name, value in expected.items()
+                    if name in stored and stored[name] != value]
+    if differences and not force:
+        raise UserError(f"{folder} is stale: {'; '.join(differences)}: prepare in another cache_dir, or replace it "
+                        "with prepare_robocasa.py --force=True")
+    return bool(differences)
+
+
+def is_whole(path):
+    """Whether a .safetensors file is as long as its header says."""
+    try:
+        with safetensors.safe_open(path, "np"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def write_tensors(path, tensors):
@@ -104,10 +124,7 @@ def write_json(path, value, indent=None):
 
 def cached_box(cache_dir):
     """The box of a cache's pointmaps, x0 y0 z0 x1 y1 z1 in metres; None where it holds no finished ones."""
-    try:
-        return json.loads(Path(cache_dir, "pointmap/index.json").read_text())["box"]
-    except (OSError, ValueError):
-        return None
+    return read_json(Path(cache_dir, "pointmap/index.json")).get("box")
 
 
 def spread(windows):
@@ -127,11 +144,11 @@ def spread(windows):
 
 class LatentCache:
     """The cache that prepare_robocasa.py made with these settings (the dict of a script) for a model of this kind, from
-    these recordings (their reader; None if they are gone).
+    these recordings (their reader).
 
     .train, .val   lists of Window
     .text          prompts n d, zero-padded after the encoder; .prompts their strings; .empty_index, .negative_index
-    .box           x0 y0 z0 x1 y1 z1, metres; .floor_mm {"median", "mean"} of the VAE round trip; None without pointmaps
+    .box           x0 y0 z0 x1 y1 z1, metres; None without pointmaps
     """
 
     def __init__(self, config, kind, demos):
@@ -144,7 +161,6 @@ class LatentCache:
         self.train = [window for window in windows if window.split == "train"]
         self.val = spread([window for window in windows if window.split == "val"])
         self.box = index["pointmap"]["box"] if "pointmap" in index else None
-        self.floor_mm = index["pointmap"]["floor_mm"] if "pointmap" in index else None
         self.prompts = index["condition/text"]["prompts"]
         self._prompt_of_demo = index["condition/text"]["prompt_of_demo"]
         self.empty_index = self.prompts.index("")
@@ -152,15 +168,11 @@ class LatentCache:
         self.text = self._load("condition/text", "embeddings")["text"]  # prompts n d
 
     def _read_index(self, unit, expected):
-        differences = fingerprint_differences(self.root / unit, expected)
-        if differences:
-            raise UserError(f"{self.root / unit} is stale: {'; '.join(differences)}: prepare in another cache_dir, or "
-                            "replace it with --force=True")
-        try:
-            return json.loads((self.root / unit / "index.json").read_text())
-        except (OSError, ValueError):
-            state = "missing" if differences is None else "unfinished"
-            raise UserError(f"{self.root / unit} is {state}: run prepare_robocasa.py with the same settings") from None
+        stale = check_unit(self.root / unit, expected)
+        if index := read_json(self.root / unit / "index.json"):
+            return index
+        state = "missing" if stale is None else "unfinished"
+        raise UserError(f"{self.root / unit} is {state}: run prepare_robocasa.py with the same settings")
 
     def _load(self, unit, key):
         path = self.root / unit / f"{key}.safetensors"

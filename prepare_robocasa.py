@@ -31,13 +31,14 @@ import video
 from configurator import check_values, configure, given
 from data import check_sizes, open_demos, parse_box, window_cells
 from guard import UserError, hold_folder, writing
-from latent_cache import LatentCache, fingerprint_differences, fingerprints, write_json, write_tensors
+from latent_cache import LatentCache, check_unit, fingerprints, is_whole, write_json, write_tensors
 from model import kind_of
 from recordings import Window, evenly
 
 # settings shared with train_i2v_sft.py: what shapes the cache
 model = "out/tiny/i2v"  # diffusers folder, hub id or random:NAME: its VAE and text encoder are used
 data = "out/tiny/robot.hdf5"  # HDF5 of demonstrations
+allow_external = False  # read what it keeps in other files
 cache_dir = "out/tiny/cache_i2v"  # where the latents go
 views = "robot0_agentview_left,robot0_agentview_right"  # cameras, left to right in the grid
 pointmaps = False  # also encode XYZ pointmaps, the row below the RGB row (HCPT)
@@ -46,18 +47,17 @@ cell_width = 16  # pixels
 num_frames = 5  # frames a window, 4n + 1
 window_stride = 4  # frames from one window's start to the next
 pad_short = False  # hold the last frame of demos shorter than a window, instead of skipping them
-train_split = "train"  # mask/<train_split> lists the training demos
-val_split = "valid"  # mask/<val_split> lists the validation demos; "": hold out the last val_demos of the others
-val_demos = 1  # demos held out where there is no validation mask
+train_split = "train"  # mask/<train_split> lists the training demos; where it isn't there, all others are
+val_split = "valid"  # mask/<val_split> lists the validation demos, likewise; "": the last val_demos of the others
+val_demos = 1  # demos held out with val_split="" or without masks
 workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres, world frame; "": percentiles of the training points
 box_percentile = 1.0  # percent cut off at each side of each axis where workspace_box is ""
 max_text_tokens = 16  # prompts are padded to this (512 for the released models)
 negative_prompt = ""  # embedded beside the prompts, for classifier-free guidance
 # settings of this script alone
-parts = "rgb,pointmap,condition"  # which parts to make
-force = False  # rebuild parts that are stale; with fewer than all parts named, those even if they are not
+force = False  # rebuild what is stale
 inspect = False  # only check the recordings: contact sheet in cache_dir, verdict on stdout, exit code 1 if it fails
-check_recordings = True  # with pointmaps: refuse what inspect's verdict fails, before hours of encoding
+check_recordings = True  # refuse what inspect's verdict fails, before hours of encoding
 encode_batch = 16  # windows a VAE call (1 at full size)
 vae_dtype = "float32"  # float32 | bfloat16
 text_dtype = "bfloat16"  # float32 | bfloat16: float16 overflows in UMT5
@@ -66,7 +66,6 @@ device = "auto"  # auto | cpu | cuda
 config = configure(globals(), also="cache_dir")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PARTS = ("rgb", "pointmap", "condition")
 
 
 def make_box(demos):
@@ -99,45 +98,46 @@ def make_box(demos):
     return box, f"workspace box {', '.join(f'{x:.3f}' for x in box)} m ({source}), holds {share:.0%} of the points"
 
 
-def whole(demos, demo):
-    return Window(demo, 0, demos.num_frames[demo], demos.splits[demo])
+def look(demos):
+    """Do five frames of up to 8 demos of one image size look as training expects? Depth tells, if there is any.
 
-
-def check_orientation(demos):
-    """geometry.check_geometry of about five frames of up to 8 demos, whose images have the first one's size."""
+    -> images {view: f h w 3}, cameras {view: (depth, K, E)}, lines to print, faults, why it would be RGB alone or "".
+    """
     sizes = {demo: [demos.image_size(demo, view) for view in demos.views] for demo in demos.splits}
     alike = [demo for demo in sizes if sizes[demo] == next(iter(sizes.values()))]
-    clips = [whole(demos, demo) for demo in evenly(alike, 8)]
-
-    def some(arrays):
-        return np.concatenate([array[:: max(len(array) // 4, 1)] for array in arrays])
-
-    images, cameras = {}, {}
-    for view in demos.views:
-        images[view] = some(demos.rgb(clip, view, clip.length) for clip in clips)
-        of_clips = [demos.camera(clip, view, clip.length) for clip in clips]
-        cameras[view] = tuple(some(arrays) for arrays in zip(*of_clips, strict=True))
-    return geometry.check_geometry(images, cameras)
+    frames = [Window(demo, i, 1, demos.splits[demo]) for demo in evenly(alike, 8)
+              for i in evenly(range(demos.num_frames[demo]), 5)]
+    images = {view: np.concatenate([demos.rgb(frame, view, 1) for frame in frames]) for view in demos.views}
+    faults = geometry.plain_views(images)
+    try:
+        deep = demos if pointmaps else open_demos(config | {"pointmaps": True})
+        cameras = {}
+        for view in demos.views:
+            of_frames = [deep.camera(frame, view, 1) for frame in frames]
+            cameras[view] = tuple(map(np.concatenate, zip(*of_frames, strict=True)))
+    except UserError as error:
+        if pointmaps:
+            raise
+        return images, {}, [], faults, str(error)
+    lines, of_images, of_cameras = geometry.check_geometry(images, cameras)
+    faults += of_images + (of_cameras if pointmaps else [])
+    return images, cameras, lines, faults, "" if pointmaps else "; ".join(of_cameras)
 
 
 def run_inspection():
     """Contact sheet and verdict; UserError if the recordings are not what training expects."""
     demos = open_demos(config)
-    first = whole(demos, next(iter(demos.splits)))
-    has_depth = demos.has_depth(first.demo)
-    if has_depth and not pointmaps:  # look at it all the same
-        demos = open_demos(config | {"pointmaps": True})
     print(f"{data}: {len(demos.splits)} demos, {sum(demos.num_frames.values())} frames, {len(demos.views)} views")
-
-    rows = []
-    box, box_line = make_box(demos) if has_depth else (None, "")
-    for view in demos.views:
-        rows.append((f"{view} rgb", demos.rgb(first, view, first.length)))
-        if has_depth:
-            depth, (xyz, valid) = demos.camera(first, view, first.length)[0], demos.points(first, view, first.length)
-            near, far = np.percentile(depth[valid], [1, 99]) if valid.any() else (0, 1)
+    images, cameras, lines, faults, rgb_alone = look(demos)
+    lines = [make_box(demos)[1], *lines] if pointmaps else lines
+    rows = [(f"{view} rgb", frames) for view, frames in images.items()]
+    for view, camera in cameras.items():
+        depth, (xyz, valid) = camera[0], geometry.known_points(*camera)
+        if valid.any():
+            near, far = np.percentile(depth[valid], [1, 99])
             turbo = matplotlib.colormaps["turbo"](np.clip((depth - near) / max(far - near, 1e-6), 0, 1))[..., :3]
-            colours = (geometry.normalise_points(torch.from_numpy(xyz), box).numpy() + 1) / 2 * valid[..., None]
+            low, high = np.percentile(xyz[valid], [1, 99], axis=0)
+            colours = ((xyz - low) / np.maximum(high - low, 0.01)).clip(0, 1) * valid[..., None]
             rows.append((f"{view} depth {near:.2f}..{far:.2f} m", (turbo * 255).astype(np.uint8)))
             rows.append((f"{view} xyz as colour", (colours * 255).astype(np.uint8)))
     path = Path(cache_dir, "inspect.png")
@@ -146,15 +146,11 @@ def run_inspection():
     with writing(path.parent, "cache_dir"):
         video.contact_sheet(path, rows)
     print(f"contact sheet {path}: look whether it is upright")
-
-    if not has_depth:
-        print("verdict       PASS for RGB alone: there is no depth to check the orientation with, so look at the sheet")
-        return
-    lines, faults = check_orientation(demos)
-    print(box_line, *lines, sep="\n")
+    for line in lines:
+        print(line)
     if faults:
         raise UserError("verdict FAIL: " + "; ".join(faults))
-    print("verdict       PASS")
+    print("verdict       PASS" + (f" for RGB alone: {rgb_alone}" if rgb_alone else ""))
 
 
 if inspect:
@@ -166,9 +162,6 @@ if inspect:
 rank, world_size, device = fsdp.init(device)
 root, size = Path(cache_dir), (cell_height, cell_width)
 with fsdp.all_ranks_agree():
-    asked = [part.strip() for part in parts.split(",")]
-    if unknown := set(asked) - set(PARTS):
-        raise UserError(f"parts={parts}: {unknown.pop()!r} is none of {', '.join(PARTS)}")
     check_values(config, at_least=dict(window_stride=1, encode_batch=1, max_text_tokens=1),
                  one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))
     kind = kind_of(model)
@@ -177,27 +170,15 @@ with fsdp.all_ranks_agree():
     demos = open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
-
-    if file := next((folder for folder in (root, *root.parents) if folder.is_file()), None):
-        raise UserError(f"cache_dir={cache_dir}: {file} is a file, want a folder")
-
-with fsdp.all_ranks_agree():
     if rank == 0:
         hold_folder(cache_dir, "cache_dir")  # nobody else changes what is looked at now
 
 with fsdp.all_ranks_agree():
     units = fingerprints(config, kind, demos)
-    todo, rebuild, need = {}, [], 0  # {unit: windows to encode, prompts for the text}, stale units, bytes
-    for unit, fingerprint in units.items():
-        if unit.split("/")[0] not in asked:
-            continue
-        differences = fingerprint_differences(root / unit, fingerprint)
-        if differences and not force:
-            raise UserError(f"{root / unit} is stale: {'; '.join(differences)}: choose another cache_dir, or "
-                            "replace it with --force=True")
-        if differences or (differences == [] and force and len(asked) < len(PARTS)):
-            rebuild.append(unit)
-        done = set() if unit in rebuild else {path.stem for path in (root / unit).glob("*.safetensors")}
+    stale = {unit: check_unit(root / unit, fingerprint, force) for unit, fingerprint in units.items()}
+    todo, need = {}, 0  # {unit: windows to encode, prompts for the text}, bytes
+    for unit in units:
+        done = {path.stem for path in (root / unit).glob("*.safetensors") if not stale[unit] and is_whole(path)}
         if unit == "condition/text":
             todo[unit] = [] if "embeddings" in done else prompts
             numbers = max_text_tokens * 4096  # UMT5-XXL's width
@@ -216,13 +197,13 @@ with fsdp.all_ranks_agree():
     if todo.get("pointmap") or todo.get("condition/pointmap"):
         # A hundredth of the time that encoding takes, and a NaN in the last demo is found now and not in an hour.
         for demo in tqdm(list(demos.splits)[rank::world_size], "check depth", disable=None if rank == 0 else True):
+            length = demos.num_frames[demo]
             for view in demos.views:
-                demos.camera(whole(demos, demo), view, demos.num_frames[demo])
-        if check_recordings and rank == 0:
-            _, faults = check_orientation(demos)
-            if faults:
-                raise UserError(f"data={data}: {'; '.join(faults)} (--inspect=True shows it, --check_recordings=False "
-                                "prepares it all the same)")
+                demos.camera(Window(demo, 0, length, demos.splits[demo]), view, length)
+    if check_recordings and rank == 0 and any(todo[unit] for unit in todo if unit != "condition/text"):
+        if faults := look(demos)[3]:
+            raise UserError(f"data={data}: {'; '.join(faults)} (--inspect=True shows it, --check_recordings=False "
+                            "prepares it all the same)")
     box, box_line = make_box(demos) if pointmaps else (None, "")
 
 if rank == 0:
@@ -249,12 +230,12 @@ with fsdp.all_ranks_agree():
             del tokenizer, text_encoder
         for unit in todo:
             # The fingerprint goes last, so that a kill in between leaves a unit that is still known to be stale.
-            patterns = ("*.tmp*", "index.json") if todo[unit] else ("*.tmp*",)
-            if unit in rebuild:
-                patterns = ("*.tmp*", "index.json", "*.safetensors", "fingerprint.json")
-            for path in [path for pattern in patterns for path in (root / unit).glob(pattern)]:
+            patterns = ["*.tmp*"] + ["index.json"] * bool(todo[unit])
+            patterns += ["index.json", "*.safetensors", "fingerprint.json"] * bool(stale[unit])
+            for path in [path for pattern in dict.fromkeys(patterns) for path in (root / unit).glob(pattern)]:
                 path.unlink()
-            write_json(root / unit / "fingerprint.json", units[unit], indent=1)
+            if stale[unit] is not False:  # what an older preparation didn't record isn't known of what it wrote
+                write_json(root / unit / "fingerprint.json", units[unit], indent=1)
         if new_text:
             write_tensors(root / "condition/text/embeddings.safetensors", {"text": text.to(DTYPES[cache_dtype])})
             print(f"condition/text: {len(prompts)} prompts, {text.shape[1]} tokens of {text.shape[2]} numbers")
@@ -311,11 +292,8 @@ with fsdp.all_ranks_agree():
         write_json(root / unit / "index.json", index)
 
 if rank == 0:
-    if missing := [unit for unit in units if not (root / unit / "index.json").exists()]:
-        print(f"{root}: still to be made before training: {', '.join(missing)}")
-    else:
-        cache = LatentCache(config, kind, demos)
-        sample = cache.sample(cache.train[0])
-        shapes = ", ".join(f"{name} {tuple(sample[name].shape)}" for name in ("latents", "condition"))
-        print(f"{root}: {len(cache.train)} train and {len(cache.val)} validation windows; {shapes}; kind {kind}")
+    cache = LatentCache(config, kind, demos)
+    sample = cache.sample(cache.train[0])
+    shapes = ", ".join(f"{name} {tuple(sample[name].shape)}" for name in ("latents", "condition"))
+    print(f"{root}: {len(cache.train)} train and {len(cache.val)} validation windows; {shapes}; kind {kind}")
 fsdp.cleanup()

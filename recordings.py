@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from geometry import known, unproject
+from geometry import known_points
 from guard import UserError
 
 
@@ -39,6 +39,8 @@ def view_names(views):
 
 def hold_out(demos, val_demos):
     """Names of demos in order -> {demo: "train" | "val"}, the last val_demos held out."""
+    if len(demos) < 2:
+        raise UserError(f"got {', '.join(demos) or 'no demos'}, want at least two: some to train on, some to hold out")
     if not 0 < val_demos < len(demos):
         raise UserError(f"val_demos={val_demos}: want 1 to {len(demos) - 1} of the {len(demos)} demos")
     return dict.fromkeys(demos[:-val_demos], "train") | dict.fromkeys(demos[-val_demos:], "val")
@@ -82,17 +84,14 @@ def check_camera(window, view, depth, K, E):
         if bad.any():
             frame = window.start + int(bad.reshape(len(bad), -1).any(1).argmax())
             raise UserError(f"{window.demo}/{view}_{name}: got NaN in frame {frame}, want 0 where depth is unknown")
-    if not (np.linalg.det(K) > 0).all():
-        raise UserError(f"{window.demo}/{view}_intrinsics: got {K[0].tolist()}, want focal lengths above 0 and a "
+    if (flat := ~(np.linalg.det(K) > 0)).any():
+        raise UserError(f"{window.demo}/{view}_intrinsics: got {K[flat][0].tolist()}, want focal lengths above 0 and a "
                         "last row 0 0 1")
 
 
 def world_points(demos, window, view, num_frames):
-    """-> world xyz f h w 3 in metres, valid f h w: False where the depth is 0 or infinite (xyz is 0 there)."""
-    depth, K, E = demos.camera(window, view, num_frames)
-    valid = known(depth)
-    xyz = unproject(np.where(valid, depth, 1), K, E)
-    return np.where(valid[..., None], xyz, 0), valid
+    """-> world xyz f h w 3 in metres, valid f h w (geometry.known_points)."""
+    return known_points(*demos.camera(window, view, num_frames))
 
 
 # ----------------------------------------------------------------------------- the identity of files

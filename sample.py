@@ -42,6 +42,7 @@ out = "out/sample"  # writes <out>.mp4 and <out>.png
 # the given frame: images, or a frame of a demonstration (then the recording is shown beside the video)
 images = ""  # an image file a view, in the order of views, separated by commas, resized to the cells
 data = "out/tiny/robot.hdf5"  # HDF5 of demonstrations
+allow_external = False  # read what it keeps in other files
 demo = ""  # e.g. demo_7
 start = 0  # frame of the demo to start from
 train_split = "train"  # mask/<split> of the file to find the demo in

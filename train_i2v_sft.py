@@ -50,6 +50,7 @@ gpu_gib = 0.0  # memory of each of them, GiB; 0: this GPU's
 gpu = ""  # "h200": seconds a step there, and hours of the run
 # data: the same names as in prepare_robocasa.py
 data = "out/tiny/robot.hdf5"  # RoboCasa / robomimic HDF5
+allow_external = False  # read what it keeps in other files
 cache_dir = "out/tiny/cache_i2v"  # written by prepare_robocasa.py
 views = "robot0_agentview_left,robot0_agentview_right"  # cameras, side by side in this order
 pointmaps = False  # HCPT: a row of XYZ pointmaps under the RGB row
@@ -111,7 +112,7 @@ MAY_CHANGE = {  # settings that a resumed run may change
     "out_dir", "resume", "dry_run", "gpus", "gpu_gib", "gpu", "max_steps", "keep_in_memory", "max_bad_steps",
     "eval_interval", "num_val_windows", "val_sigmas", "num_val_videos", "num_inference_steps", "guidance_scale",
     "guidance_scale_2", "fps", "device", "checkpointing", "compile_blocks", "dp_replicate", "peak_tflops",
-    "save_interval", "keep_last", "log_interval", "lr", "min_lr", "grad_clip",
+    "save_interval", "keep_last", "log_interval", "lr", "min_lr", "grad_clip", "allow_external",
     "batch_size", "grad_accum",  # their product with the number of ranks is what must stay
 }
 
@@ -166,7 +167,7 @@ with fsdp.all_ranks_agree():
                             "windows; lower batch_size, use fewer ranks or a smaller window_stride")
     checkpoint = None if dry_run else checkpoints.to_resume(out_dir, resume, max_steps)
     meta = checkpoints.read_meta(checkpoint) if checkpoint else None
-    begun_with = config | ({} if dry_run else latent_cache.contents(config, "model", "data"))
+    begun_with = config | ({} if dry_run else latent_cache.contents(config, "model", "data", demos=demos))
     if meta:
         changed = checkpoints.check_same_config(checkpoint, meta["config"], begun_with, MAY_CHANGE, defaults)
         if meta["global_batch"] != global_batch:

@@ -20,6 +20,7 @@ import model as wan_model
 import sampler
 import video
 from geometry import denormalise_points
+from guard import UserError
 
 MOVED = 10  # of 255: a pixel of the recording that differs from the given frame by more, in any channel, has moved
 SCORES = ("psnr", "moved_psnr", "ssim", "point_mm", "point_median_mm", "success")  # that a clip may have
@@ -80,7 +81,10 @@ def task_of(demos, window):
     prompt = demos.prompts[window.demo]
     if judge.direction(prompt) is None or len(demos.views) < 2 or not demos.has_depth(window.demo):
         return None
-    cameras = [demos.camera(window, view, 1) for view in demos.views]
+    try:
+        cameras = [demos.camera(window, view, 1) for view in demos.views]
+    except UserError:  # nothing that is trained needs them
+        return None
     return prompt, [dict(intrinsics=K[0].tolist(), extrinsics=E[0].tolist(), size=depth.shape[1:])
                     for depth, K, E in cameras]
 

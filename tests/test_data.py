@@ -1,8 +1,9 @@
 """data.py, the readers of recordings and geometry.py on small ones: windows, errors, points in the world, cells."""
 
-import json
 import os
 import re
+import subprocess
+import sys
 
 import h5py
 import numpy as np
@@ -190,20 +191,20 @@ def meta(value):
     [
         (lambda f: replace(f, IMAGE, lambda x: x / np.float32(255)), r"demo_3/.*_image: got float32 .*, want uint8"),
         (lambda f: replace(f, IMAGE, lambda x: x[:-1]), "demo_3: got unequal numbers of frames"),
-        (lambda f: f.pop(IMAGE), "views=robot0_agentview_left: demo_3 of .* has the views robot0_agentview_right"),
-        (lambda f: f.pop(DEPTH), "demo_3/robot0_agentview_left_depth: not there"),
+        (lambda f: f.pop(IMAGE), f"views={LEFT}: demo_3 of .* has the images {RIGHT}_image, want {LEFT}_image; the "
+         f"nearest is {RIGHT}_image"),
+        (lambda f: f.pop(DEPTH), "demo_3/obs/robot0_agentview_left_depth: not there"),
         (
             lambda f: replace(f, DEPTH, lambda x: (1000 * x).astype(np.uint16)),
             "_depth: got uint16 .*, want float .*met",
         ),
-        (lambda f: f["data/demo_3"].attrs.pop("ep_meta"), "demo_3: no ep_meta"),
-        (meta("pick it up"), "demo_3: ep_meta is not JSON"),
-        (meta(json.dumps({"layout_id": 1})), "demo_3: got lang None in ep_meta"),
-        (meta(json.dumps({"lang": " "})), "demo_3: got lang ' ' in ep_meta"),
-        (meta(json.dumps(["lang"])), "demo_3: got lang None in ep_meta"),
+        (lambda f: f["data/demo_3"].attrs.pop("ep_meta"), "ep_meta of data/demo_3: got .*: want JSON with the instr"),
+        *[(meta(value), "ep_meta of data/demo_3: got .*: want JSON with the instruction as lang") for value in (
+            "pick it up", "[" * 2000, "{}", '["lang"]', '{"lang": " "}', '{"lang": 5}', '{"lang": "\\ud800"}', b"\xff",
+            5, np.array([1, 2]), h5py.Empty("S4"))],
         (lambda f: f.pop("data/demo_3"), "mask/train names demo_3, which data/ does not have"),
         (lambda f: f.pop("data"), r"want data/demo_N"),
-        (lambda f: f.pop("mask/valid"), "val_split=valid: .* has the masks train"),
+        (lambda f: f.move("mask/valid", "mask/held") or f.pop("mask/train"), "train_split=train: .* masks held"),
         (lambda f: replace(f, "mask/valid", lambda _: np.array([b"demo_0"])), "demo_0 is in mask/train and mask/valid"),
     ],
 )
@@ -211,6 +212,165 @@ def test_bad_recordings(edit, change, message):
     with pytest.raises(UserError, match=message) as error:
         RobotDemos(edit(change), VIEWS, pointmaps=True)
     assert "\n" not in str(error.value)
+
+
+SMALL = ("data", "data/demo_1", "data/demo_1/obs", *(f"data/demo_1/obs/left_{name}" for name in (
+    "image", "depth", "intrinsics", "extrinsics")), "mask", "mask/train", "mask/valid")
+
+
+def small_recording(path, **kwargs):
+    with h5py.File(path, "w", **kwargs) as file:
+        for demo in range(3):
+            group = file.create_group(f"data/demo_{demo}")
+            group.attrs["ep_meta"] = '{"lang": "go"}'
+            arrays = dict(image=np.arange(6 * 96, dtype="u1").reshape(6, 4, 8, 3), depth=np.ones((6, 4, 8), "f4"),
+                          intrinsics=np.tile(np.diag(np.float32([2, 2, 1])), (6, 1, 1)),
+                          extrinsics=np.tile(np.eye(4, dtype="f4"), (6, 1, 1)))
+            for name, array in arrays.items():
+                group.create_dataset(f"obs/left_{name}", data=array, compression="gzip" if demo else None)
+        file["mask/train"], file["mask/valid"] = np.array([b"demo_0", b"demo_1"]), np.array([b"demo_2"])
+    return path
+
+
+def use(path, **settings):
+    """Everything that a reader does."""
+    demos = RobotDemos(path, "left", **{"pointmaps": True} | settings)
+    for window in demos.windows(5, 1):
+        demos.rgb(window, "left", 5), demos.points(window, "left", 5)
+    assert all(demos.has_depth(demo) and demos.image_size(demo, "left") for demo in demos.splits)
+    return demos.fingerprint()
+
+
+def outcome(path, **settings):
+    """ "" or the one line that names the file or, of what is wrong with a camera, the demo."""
+    try:
+        return use(path, **settings) and ""
+    except UserError as error:
+        assert "\n" not in str(error) and (str(path) in str(error) or str(error).startswith("demo_"))
+        return str(error)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_bytes_and_cut_files_are_one_line_or_no_matter(tmp_path, libver):
+    whole = small_recording(tmp_path / "whole.hdf5", libver=libver).read_bytes()
+    outcomes, path = [], tmp_path / "damaged.hdf5"
+    for seed in range(60):
+        rng, content = np.random.default_rng(seed), bytearray(whole)
+        for at in rng.integers(0, len(content), rng.choice([1, 8, 40, 200])):
+            content[at] = rng.integers(0, 256)
+        path.write_bytes(content)
+        outcomes.append(outcome(path))
+    assert 20 < sum(map(bool, outcomes)) < 60
+    for length in range(0, len(whole), len(whole) // 9):
+        path.write_bytes(whole[:length])
+        assert f"data={path}: not a whole HDF5 file" in outcome(path)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_another_thing_is_in_the_place_of_is_named(tmp_path, name):
+    """A group, dataset or link where another belongs; numbers of another kind, rank or length."""
+    whole = small_recording(tmp_path / "whole.hdf5").read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    with h5py.File(tmp_path / "other.hdf5", "w") as file:
+        file["x"] = np.zeros((6, 4, 8, 3), "u1")
+    things = dict(
+        group=lambda file: file.create_group(name), dead=h5py.SoftLink("/nowhere"), loop=h5py.SoftLink(f"/{name}"),
+        other=h5py.ExternalLink("other.hdf5", "x"), gone=h5py.ExternalLink("gone.hdf5", "x"),
+        chain=lambda file: file.update({"link": h5py.ExternalLink("other.hdf5", "x")}) or h5py.SoftLink("/link"),
+        pipe=h5py.ExternalLink(str(tmp_path / "pipe"), "x"), empty=h5py.Empty("u1"), scalar=np.uint8(3), text="demo_0",
+        kind=np.dtype("f4"), texts=np.array([b"demo_7", b"x"]), short=np.zeros((0, 4, 8, 3), "u1"),
+        rank=np.zeros((6, 4), "u1"), booleans=np.ones((6, 4, 8, 3), bool), record=np.zeros(6, [("a", "u1")]),
+        references=lambda file: file.create_dataset("r", 3, h5py.ref_dtype), complex=np.zeros((6, 4, 8), "c8"),
+        ragged=lambda file: file.create_dataset("v", 6, h5py.vlen_dtype("u1")),
+        huge=lambda file: file.create_dataset("h", (10**12, 4, 8, 3), "u1", chunks=(1, 4, 8, 3)))
+    for kind, thing in things.items():
+        path = tmp_path / f"{kind}.hdf5"
+        path.write_bytes(whole)
+        with h5py.File(path, "r+") as file:
+            del file[name]
+            thing = thing(file) if callable(thing) else thing
+            if thing is not None and name not in file:
+                file[name] = thing
+        found = outcome(path)
+        if kind != "group" or "/obs/" in name:  # an empty mask/ is none, an empty data/ and demo lack what is in them
+            assert f"data={path}: " in found and (name in found or f"mask/{name}" in found), (kind, found)
+        if kind in ("other", "gone", "chain", "pipe"):
+            assert "want --allow_external=True" in found, (kind, found)
+
+
+def test_no_other_file_is_read_unasked(tmp_path):
+    path, image = small_recording(tmp_path / "a.hdf5"), "data/demo_1/obs/left_image"
+    other = small_recording(tmp_path / "b.hdf5")
+    plain = outcome(path)
+    assert plain == ""
+    raw = tmp_path / "raw.bin"
+    with h5py.File(path) as file:
+        raw.write_bytes(file[image][()].tobytes())
+    layout = h5py.VirtualLayout((6, 4, 8, 3), "u1")
+    layout[:] = h5py.VirtualSource(str(other), image, (6, 4, 8, 3))
+    changes = {
+        "raw.bin": lambda file: file.create_dataset(image, (6, 4, 8, 3), "u1", external=[(str(raw), 0, 6 * 96)]),
+        "virtual": lambda file: file.create_virtual_dataset(image, layout),
+        "b.hdf5": lambda file: file.update({image: h5py.ExternalLink(str(other), image)}),
+    }
+    for where, change in changes.items():
+        small_recording(path)
+        with h5py.File(path, "r+") as file:
+            del file[image]
+            change(file)
+        assert re.search(f"data={path}: {image} is kept in other files .*{where}.*: want --allow_external=True",
+                         outcome(path))
+        assert outcome(path, allow_external=True) == ""
+        assert data.open_demos({"data": path, "views": "left", "allow_external": True}).rgb(
+            Window("demo_1", 1, 2, ""), "left", 2).ravel()[:3].tolist() == [96, 97, 98]
+
+
+def test_a_file_that_is_written_or_was_not_closed_is_told_as_that(tmp_path):
+    path = tmp_path / "open.hdf5"
+    code = (f"import h5py; f = h5py.File({str(path)!r}, 'w', libver='latest'); f['x'] = 1; f.flush(); "
+            "print('open', flush=True); input()")
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout.readline() == b"open\n"
+        told = f"data={path}: is open for writing elsewhere or wasn't closed: close it, or free it with h5clear -s"
+        assert outcome(path) == told
+        writer.kill()
+    assert outcome(path) == told
+
+
+def test_a_given_split_tells_by_itself_which_demos(edit):
+    """The others are the other split's; a name that isn't the usual one must be there."""
+    names = [f"demo_{i}" for i in range(12)]
+
+    def split(change, **settings):
+        splits = RobotDemos(edit(change), LEFT, **settings).splits
+        assert sorted(splits) == sorted(names)
+        return [demo for demo in splits if splits[demo] == "val"]
+
+    assert split(lambda file: file.pop("mask/train")) == ["demo_11"]
+    assert split(lambda file: file.pop("mask/valid")) == ["demo_11"]
+    assert split(lambda file: file.pop("mask/valid"), train_split="", val_split="train") == names[:11]
+    assert split(lambda file: file.move("mask/train", "mask/some"), train_split="some") == ["demo_11"]
+    assert split(lambda file: [file.pop("mask/train"), file.pop("mask/valid")]) == ["demo_11"]
+    for change, settings, message in (
+        (lambda file: file.pop("mask/valid"), dict(val_split="vaild"), "val_split=vaild: the file has the masks train"),
+        (lambda file: [file.pop("mask/valid"), replace(file, "mask/train", lambda _: np.array(names, "S"))], {},
+         "val_split=valid: got no demos, want some"),
+        (lambda file: replace(file, "mask/train", lambda _: np.array([b"demo_3"])), dict(val_split=""),
+         "got demo_3, want at least two"),
+        (lambda file: [file.pop("mask"), file.pop("data"), file.create_group("data")], {}, "got no demos, want at le"),
+        (lambda file: replace(file, "mask/train", lambda x: x[:0]), {}, "train_split=train: got no demos"),
+    ):
+        with pytest.raises(UserError, match=message):
+            RobotDemos(edit(change), LEFT, **settings)
+
+
+def test_the_images_that_are_there_are_listed(edit):
+    with pytest.raises(UserError, match=f"views={LEFT}_image: demo_0 of .* the nearest is {LEFT}_image"):
+        RobotDemos(edit(lambda file: None), f"{LEFT}_image")
+    path = edit(lambda file: file["data/demo_0/obs"].move(f"{LEFT}_image", LEFT))
+    with pytest.raises(UserError, match=f"has the images {LEFT}, {RIGHT}_image, want {LEFT}_image"):
+        RobotDemos(path, VIEWS)
 
 
 def test_bad_files(recording, tmp_path):
@@ -234,7 +394,7 @@ def test_a_damaged_chunk_is_named(recording, tmp_path):
     path = tmp_path / "damaged.hdf5"
     path.write_bytes(content)
     demos = RobotDemos(path, VIEWS)  # its metadata is whole
-    with pytest.raises(UserError, match=f"demo_3/{LEFT}_image is damaged"):
+    with pytest.raises(UserError, match=f"demo_3/obs/{LEFT}_image: got .*filter.*: damaged, .*copy the file again"):
         demos.rgb(Window("demo_3", 0, 5, ""), LEFT, 5)
 
 
@@ -336,7 +496,8 @@ def stored(recording):
 
 def test_a_sound_recording_has_no_faults(recording):
     images, cameras = stored(recording)
-    assert geometry.check_geometry(images, cameras)[1] == []
+    assert geometry.check_geometry(images, cameras)[1:] == ([], [])
+    assert geometry.plain_views(images) == []
     median, distance, share = geometry.agreement(cameras)
     assert median <= distance < 0.05  # mm: the two ray-cast views are exact
     assert share > 0.5
@@ -372,9 +533,18 @@ def test_what_people_get_wrong_is_named(recording, spoil, faults):
     images, cameras = stored(recording)
     spoilt = {view: spoil(images[view], *cameras[view]) for view in VIEWS}
     images, cameras = {v: x[0] for v, x in spoilt.items()}, {v: x[1:] for v, x in spoilt.items()}
-    found = "; ".join(geometry.check_geometry(images, cameras)[1])
+    _, of_images, of_cameras = geometry.check_geometry(images, cameras)
+    found = "; ".join(of_images + of_cameras)
     for fault in faults:
         assert re.search(fault, found), found
+
+
+def test_a_view_of_one_colour_is_named(recording):
+    images, _ = stored(recording)
+    images[LEFT][2:4], images[RIGHT][1] = 0, [0, 90, 200]
+    assert geometry.plain_views(images) == [
+        f"{LEFT} is black or of one colour in 2 of the 5 frames looked at",
+        f"{RIGHT} is black or of one colour in 1 of the 5 frames looked at"]
 
 
 # --------------------------------------------------------------------------------------------------------------- cells

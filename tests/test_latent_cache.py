@@ -49,10 +49,12 @@ def test_fingerprints_are_those_of_caches_that_exist(tmp_path):
     data = {"data": "robot.hdf5", "train_split": "train", "val_split": "valid", "val_demos": 1,
             "data_content": content_hash([recording]), "masks": "7b00652c79ea363b"}
     rgb = data | {"num_frames": 5, "window_stride": 4, "pad_short": False, "cell_height": 16, "cell_width": 32,
-                  "views": ["left", "right"], "vae": "05accdc05edf4d71", "cache_dtype": "float32"}
-    pointmap = rgb | {"workspace_box": "", "box_percentile": 1.0, "cameras": "72e5f0ffea2f104b"}
+                  "frames": "9bb64b5000c82c5a", "views": ["left", "right"], "vae": "05accdc05edf4d71",
+                  "cache_dtype": "float32"}
+    pointmap = rgb | {"workspace_box": "", "box_percentile": 1.0, "cameras": "72e5f0ffea2f104b",
+                      "points": "272cfcd8e09e1b7a"}
     text = data | {"text_encoder": "72cec2a3c9c6e65b", "max_text_tokens": 16, "negative_prompt": "",
-                   "cache_dtype": "float32"}
+                   "prompts": "eeff7a1726ffdae8", "cache_dtype": "float32"}
     kind = {"kind": "i2v"}
     wanted = {"rgb": rgb, "condition/rgb": rgb | kind, "condition/text": text, "pointmap": pointmap,
               "condition/pointmap": pointmap | kind}
@@ -62,9 +64,6 @@ def test_fingerprints_are_those_of_caches_that_exist(tmp_path):
     pointmap = latent_cache.fingerprints(right, "i2v", open_demos(right))["pointmap"]
     assert pointmap["cameras"] == "e41878a05bcf15cc" and "box_percentile" not in pointmap
 
-    gone = latent_cache.fingerprints(config, "i2v", None)  # without the recordings their content is not compared
-    assert gone["rgb"] == {name: value for name, value in rgb.items() if name not in ("data_content", "masks")}
-    assert "cameras" not in gone["pointmap"]
     for name in ("pointmaps", "workspace_box", "val_demos", "negative_prompt"):  # settings that a copy took out
         config.pop(name)
     few = latent_cache.fingerprints(config, "i2v", open_demos(config))
@@ -75,6 +74,47 @@ def test_fingerprints_are_those_of_caches_that_exist(tmp_path):
     assert latent_cache.contents({"model": config["model"]}, "model") == {"content of model": "e4a2ea43c0837811"}
     (tmp_path / "data.bin").write_bytes(np.arange(3_000_000, dtype="<u4").tobytes())
     assert content_hash([tmp_path / "data.bin"]) == "db64b82a84e348ba"
+
+
+def test_an_edit_in_place_is_seen_wherever_it_lies(tmp_path, monkeypatch):
+    """Of a large file only samples are compared: each demo's own numbers are looked at beside them."""
+    monkeypatch.setattr("read_hdf5.content_hash", lambda paths: "the same samples")
+    path = small_recording(tmp_path / "robot.hdf5")
+    with h5py.File(path, "r+") as file:  # too large to be compared whole, packed or not
+        frames = np.random.default_rng(0).integers(0, 255, (6, 80, 96, 3), dtype=np.uint8)
+        for demo, packed in (("demo_1", None), ("demo_2", "gzip")):
+            del file[f"data/{demo}/obs/left_image"]
+            file.create_dataset(f"data/{demo}/obs/left_image", data=frames, compression=packed,
+                                chunks=packed and (1, 80, 96, 3))
+            del file[f"data/{demo}/obs/left_depth"]
+            file.create_dataset(f"data/{demo}/obs/left_depth", data=np.ones((6, 80, 96), np.float32))
+
+    def seen(change, pointmaps=True):
+        before = RobotDemos(path, ["left"], pointmaps=pointmaps).fingerprint()
+        with h5py.File(path, "r+") as file:
+            change(file)
+        after = RobotDemos(path, ["left"], pointmaps=pointmaps).fingerprint()
+        return [name for name in before if before[name] != after[name]]
+
+    def turn(name, frame):
+        return lambda file: file[name].__setitem__(frame, file[name][frame] + 1)
+
+    assert seen(lambda file: None) == []
+    assert seen(lambda file: file["data/demo_10"].attrs.modify("ep_meta", '{"lang": "no"}')) == ["prompts"]
+    assert seen(lambda file: file["data/demo_10"].attrs.modify("ep_meta", '{"lang":   "no"}')) == []
+    for demo in ("demo_0", "demo_1", "demo_2"):
+        assert seen(turn(f"data/{demo}/obs/left_image", 5)) == ["frames"]
+        assert seen(turn(f"data/{demo}/obs/left_depth", 0)) == ["points"]
+        assert seen(turn(f"data/{demo}/obs/left_depth", 0), pointmaps=False) == []
+    assert seen(turn("data/demo_0/obs/left_extrinsics", 3)) == ["points"]
+    assert seen(turn("data/demo_0/obs/left_extrinsics", 0)) == ["points", "cameras"]
+
+    settings = {"data": str(path)}
+    before = latent_cache.contents(settings, "data", demos=RobotDemos(path, ["left"]))
+    seen(lambda file: file["data/demo_1"].attrs.modify("ep_meta", '{"lang": "up"}'))
+    monkeypatch.setattr("latent_cache.content_hash", lambda paths: before["content of data"])
+    after = latent_cache.contents(settings, "data", demos=RobotDemos(path, ["left"]))
+    assert [name for name in before if before[name] != after[name]] == ["content of data: prompts"]
 
 
 def test_what_else_a_recording_holds_is_no_matter(tmp_path):

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 import encoders
+import latent_cache
 import tiny
 from data import join_cells, open_demos, point_cell, rgb_cell
 from guard import UserError
@@ -62,7 +63,7 @@ def contents(folder):
 
 def trainer_settings(config, **changes):
     """What train_i2v_sft.py knows: the shared settings, without the dtypes of the preparation."""
-    own = ("parts", "force", "inspect", "check_recordings", "encode_batch", "vae_dtype", "text_dtype", "cache_dtype",
+    own = ("force", "inspect", "check_recordings", "encode_batch", "vae_dtype", "text_dtype", "cache_dtype",
            "device")
     return {name: value for name, value in config.items() if name not in own} | changes
 
@@ -127,9 +128,10 @@ def test_the_floor_is_the_round_trip_of_the_valid_points(world, prepare):
             decoded = encoders.decode(vae, encoders.encode(vae, cell[None]))[0]
             errors.append((((decoded - cell).permute(1, 2, 3, 0) * half).norm(dim=-1) * 1000)[inside])
     errors = torch.cat(errors)
-    assert cache.floor_mm["median"] == pytest.approx(errors.median().item(), rel=1e-3)
-    assert cache.floor_mm["mean"] == pytest.approx(errors.mean().item(), rel=1e-3)
-    assert 1 < cache.floor_mm["median"] < 100
+    floor = json.loads(Path(config["cache_dir"], "pointmap/index.json").read_text())["floor_mm"]
+    assert floor["median"] == pytest.approx(errors.median().item(), rel=1e-3)
+    assert floor["mean"] == pytest.approx(errors.mean().item(), rel=1e-3)
+    assert 1 < floor["median"] < 100
 
 
 @pytest.mark.parametrize("kind", ["ti2v", "t2v"])
@@ -156,7 +158,7 @@ def test_the_percentile_box_cuts_the_tails(world, prepare):
 
 
 def test_an_interrupted_preparation_continues(prepare, tmp_path):
-    prepare(pointmaps=True)
+    config = prepare(pointmaps=True)["config"]
     cache = tmp_path / "cache"
     whole = contents(cache)
     done = cache / "rgb/demo_0_00000.safetensors"
@@ -165,11 +167,26 @@ def test_an_interrupted_preparation_continues(prepare, tmp_path):
         (cache / name).unlink()
     (cache / "rgb/demo_4_00000.safetensors.tmp123").write_bytes(b"half")
     with pytest.raises(UserError, match="rgb is unfinished: run prepare_robocasa.py"):
-        opened(prepare(pointmaps=True, parts="pointmap")["config"])
+        opened(config)
     result = prepare(pointmaps=True)
     assert [w.key for w in result["todo"]["rgb"]] == ["demo_4_00000"]
     assert contents(cache) == whole
     assert done.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("length", [0, 100, -1])
+def test_a_stump_is_made_again(prepare, tmp_path, length):
+    """A file is done when it is whole, whatever its name says."""
+    prepare(pointmaps=True)
+    whole = contents(tmp_path / "cache")
+    stumps = ("rgb/demo_4_00000", "pointmap/demo_0_00000", "condition/rgb/demo_11_00000", "condition/text/embeddings")
+    for name in stumps:
+        path = tmp_path / f"cache/{name}.safetensors"
+        path.write_bytes(path.read_bytes()[:length])
+    result = prepare(pointmaps=True)
+    todo = {unit: len(items) for unit, items in result["todo"].items() if unit != "condition/text"}
+    assert todo == {"rgb": 1, "condition/rgb": 1, "pointmap": 1, "condition/pointmap": 0}
+    assert contents(tmp_path / "cache") == whole
 
 
 def test_pointmaps_are_added_to_an_rgb_cache(prepare, tmp_path):
@@ -187,7 +204,7 @@ def test_pointmaps_are_added_to_an_rgb_cache(prepare, tmp_path):
 def test_a_stale_cache_is_refused_and_rebuilt(prepare, tmp_path):
     config = prepare()["config"]
     before = contents(tmp_path / "cache")
-    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: choose another cache_dir"):
+    with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32: prepare in another cache_dir"):
         prepare(cell_height=32)
     with pytest.raises(UserError, match="rgb is stale: cell_height was 16, now 32"):
         opened(trainer_settings(config, cell_height=32))
@@ -196,10 +213,8 @@ def test_a_stale_cache_is_refused_and_rebuilt(prepare, tmp_path):
     assert contents(tmp_path / "cache") == before  # a refusal touches nothing
 
     result = prepare(max_text_tokens=8, force=True)  # only what is stale
-    assert sorted(result["rebuild"]) == ["condition/text"]
+    assert [unit for unit in result["stale"] if result["stale"][unit]] == ["condition/text"]
     assert opened(result["config"]).text.shape[1] == 8
-    result = prepare(max_text_tokens=8, force=True, parts="rgb")  # what is asked for
-    assert result["rebuild"] == ["rgb"]
     assert contents(tmp_path / "cache/rgb") == {k[4:]: v for k, v in before.items() if k.startswith("rgb/")}
     assert opened(prepare(cell_height=32, max_text_tokens=8, force=True)["config"]).train
 
@@ -249,11 +264,26 @@ def test_what_is_small_is_compared_whole(world, prepare, tmp_path, monkeypatch):
 
     edited(move)
     opened(trainer | {"pointmaps": False})  # which RGB doesn't see
-    with pytest.raises(UserError, match="pointmap is stale: cameras was"):
+    with pytest.raises(UserError, match="pointmap is stale: points was .*; cameras was"):
+        opened(trainer)
+    edited(lambda file: file["data/demo_9"].attrs.modify("ep_meta", '{"lang": "a red ball stays"}'))
+    with pytest.raises(UserError, match="condition/text is stale: prompts was .*: prepare in another cache_dir"):
         opened(trainer)
     edited(exchange)
     with pytest.raises(UserError, match="rgb is stale: masks was"):
         opened(trainer)
+
+
+def test_an_older_cache_is_compared_in_what_it_recorded(world, prepare, tmp_path):
+    """And stays as old as it is: what it did not record isn't known of what it holds."""
+    config = prepare(pointmaps=True)["config"]
+    files = [path for path in (tmp_path / "cache").rglob("fingerprint.json")]
+    for path in files:
+        recorded = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in recorded.items() if k not in ("prompts", "frames", "points")}))
+    before = contents(tmp_path / "cache")
+    assert opened(prepare(pointmaps=True)["config"]).train and opened(config).train
+    assert len(files) == 5 and contents(tmp_path / "cache") == before
 
 
 def test_held_out_windows_begin_with_one_of_each_demo(prepare):
@@ -267,8 +297,9 @@ def test_held_out_windows_begin_with_one_of_each_demo(prepare):
 def test_a_preparation_looks_at_a_cache_when_nobody_else_changes_it(prepare, tmp_path, monkeypatch):
     """Else it would go on with what another had not finished when it looked."""
     seen = []
-    monkeypatch.setattr("latent_cache.fingerprint_differences", lambda folder, expected: seen.append(
-        (folder.parent / ".lock").exists() or (folder.parent.parent / ".lock").exists()))
+    real = latent_cache.check_unit
+    monkeypatch.setattr("latent_cache.check_unit", lambda folder, *args: seen.append(
+        (folder.parent / ".lock").exists() or (folder.parent.parent / ".lock").exists()) or real(folder, *args))
     prepare()
     assert len(seen) >= 3 and all(seen)
 
@@ -311,17 +342,16 @@ def test_a_damaged_file_is_named(prepare, tmp_path):
         ({"cell_height": 20}, r"cell_height=20: want a multiple of 8 \(16 or 24\)"),
         ({"num_frames": 6}, r"num_frames=6: want 4n\+1 \(5 or 9\)"),
         ({"num_frames": 9}, "no train windows left"),
-        ({"views": f"{LEFT},front"}, "views=front: demo_0 of .* has the views"),
+        ({"views": f"{LEFT},front"}, "views=front: demo_0 of .* has the images"),
         ({"data": "none.hdf5"}, "data=none.hdf5: no such file"),
         ({"data": REPOSITORY}, "a folder, want an HDF5 file"),
-        ({"cache_dir": REPOSITORY / "README.md/x"}, "README.md is a file, want a folder"),
-        ({"parts": "rgb,depth"}, "parts=rgb,depth: 'depth' is none of rgb, pointmap, condition"),
+        ({"cache_dir": REPOSITORY / "README.md/x"}, "cache_dir=.*README.md/x: cannot write there .Not a directory"),
         ({"vae_dtype": "float16"}, "vae_dtype=float16: want float32 or bfloat16"),
         ({"window_stride": 0}, "window_stride=0: want at least 1"),
         ({"pointmaps": True, "workspace_box": "0,0,0,1,1"}, "workspace_box=0,0,0,1,1: want x0,y0,z0,x1,y1,z1"),
         ({"pointmaps": True, "workspace_box": "5,5,5,6,6,6"}, "holds none of the points, which span"),
         ({"pointmaps": True, "box_percentile": 50.0}, "box_percentile=50.0: want 0 to below 50"),
-        ({"inspect": True, "box_percentile": 150.0}, "box_percentile=150.0: want 0 to below 50"),
+        ({"inspect": True, "pointmaps": True, "box_percentile": 150.0}, "box_percentile=150.0: want 0 to below 50"),
         ({"cell_height": 2**24, "cell_width": 2**24}, "GB free: choose another disk, or cache_dtype=bfloat16"),
     ],
 )
@@ -375,9 +405,6 @@ def test_a_missing_text_encoder_is_found_before_the_vae(world, prepare, tmp_path
 
     prepare()
     text = contents(tmp_path / "cache/condition/text")
-    shutil.rmtree(tmp_path / "cache")
-    assert opened(prepare(parts="rgb") and prepare(parts="condition")["config"]).train
-    assert contents(tmp_path / "cache/condition/text") == text
 
     # Killed among the windows: the text is there already, and is kept.
     (tmp_path / "cache/condition/text/index.json").unlink()
@@ -392,12 +419,6 @@ def test_a_missing_text_encoder_is_found_before_the_vae(world, prepare, tmp_path
     with pytest.raises(UserError, match="can't load its text_encoder"):
         prepare(model=tmp_path / "model", force=True)
     assert contents(tmp_path / "cache") == before
-
-
-def test_a_cache_opens_without_its_recordings(prepare, tmp_path):
-    config = prepare()["config"]
-    cache = LatentCache(trainer_settings(config, data=str(tmp_path / "gone/robot.hdf5")), "i2v", None)
-    assert cache.sample(cache.train[0])["latents"].shape == (16, 2, 4, 8)
 
 
 def test_inspection(world, prepare, tmp_path, capsys, monkeypatch):
@@ -419,7 +440,11 @@ def test_inspection(world, prepare, tmp_path, capsys, monkeypatch):
                 demo[f"obs/{view}_depth"][...] *= 1000
     millimetres = shutil.copy(path, tmp_path / "mm.hdf5")
     with pytest.raises(UserError, match="verdict FAIL: depth is in millimetres"):
+        prepare(data=path, inspect=True, pointmaps=True)
+    with pytest.raises(SystemExit) as leave:
         prepare(data=path, inspect=True)
+    assert not leave.value.code
+    assert "PASS for RGB alone: depth is in millimetres" in capsys.readouterr().out
     with h5py.File(path, "r+") as file:
         for demo in file["data"].values():
             for name in [name for name in demo["obs"] if not name.endswith("_image")]:
@@ -432,8 +457,47 @@ def test_inspection(world, prepare, tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError, match="depth is in millimetres.*--check_recordings=False prepares it all the same"):
         prepare(**settings)
     assert not contents(tmp_path / "other")
+    prepare(**settings | {"pointmaps": False})  # RGB has nothing to do with it
     prepare(**settings, check_recordings=False)
     assert (tmp_path / "other/pointmap/index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("image", lambda x: x[:, ::-1], f"images of {LEFT} and {RIGHT} are upside down: they match the depth then"),
+        ("image", lambda x: 0 * x, f"{LEFT} is black or of one colour in 40 of the 40 frames looked at; {RIGHT} is"),
+        ("image", lambda x: 0 * x + np.uint8([9, 90, 200]), f"{LEFT} is black or of one colour in 40 of the 40"),
+        ("depth", lambda x: x * np.float32(np.nan), ""),
+        ("depth", lambda x: (x * 1000).astype(np.uint16), ""),
+        ("depth", lambda x: x[:, :20], ""),
+        ("depth", lambda x: x[:, ::-1], ""),
+        ("intrinsics", lambda x: 0 * x, ""),
+        ("extrinsics", lambda x: x[:-1], ""),
+    ],
+)
+def test_rgb_alone_is_checked_with_depth_and_needs_none(world, prepare, tmp_path, name, change, message):
+    path = shutil.copy(world / "robot.hdf5", tmp_path / "robot.hdf5")
+    with h5py.File(path, "r+") as file:
+        for demo in file["data"].values():
+            for view in VIEWS:
+                content = change(demo[f"obs/{view}_{name}"][()])
+                del demo[f"obs/{view}_{name}"]
+                demo[f"obs/{view}_{name}"] = content
+    if message:
+        with pytest.raises(UserError, match=message):
+            prepare(data=path)
+        assert not contents(tmp_path / "cache")
+        with pytest.raises(UserError, match=f"verdict FAIL: {message}"):
+            prepare(data=path, inspect=True)
+        prepare(data=path, check_recordings=False)
+    else:
+        prepare(data=path)
+        with pytest.raises(SystemExit) as leave:
+            prepare(data=path, inspect=True)
+        assert not leave.value.code
+        with pytest.raises(UserError):
+            prepare(data=path, pointmaps=True)
 
 
 # -------------------------------------------------------------------------------------------------------- as it is used
