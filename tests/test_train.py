@@ -812,7 +812,7 @@ def test_real_launches(world, straight, straight_lora, tmp_path, monkeypatch):
     assert not (tmp_path / "refused").exists()
     started = time.time()
     out, err = refused.communicate(timeout=120)
-    assert refused.returncode == 1 and out == "" and time.time() - started < 60
+    assert refused.returncode == 1 and "data       " not in out and time.time() - started < 60  # the costs alone
     line = f"[rank0]: error: {message}lower batch_size, use fewer ranks or a smaller window_stride"  # torch's prefix
     assert [line for line in err.splitlines() if "error: " in line and "[rank" in line] == [line]
 
