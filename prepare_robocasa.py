@@ -20,7 +20,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-import safetensors.torch
 import torch
 from tqdm import tqdm
 
@@ -276,19 +275,7 @@ with fsdp.all_ranks_agree():
             prompt_of_demo = {demo: prompts.index(prompt) for demo, prompt in demos.prompts.items()}
             index = {"prompts": prompts, "prompt_of_demo": prompt_of_demo}
         if unit == "pointmap":
-            vae = vae or encoders.load_vae(model, device, DTYPES[vae_dtype])
-            errors = []
-            for window in evenly(windows, 8):
-                latents = safetensors.torch.load_file(root / unit / f"{window.key}.safetensors")
-                cells, inside = window_cells(demos, window, "pointmap", num_frames, size, box, device)
-                for view in demos.views:
-                    decoded = encoders.decode(vae, latents[view][None].float())[0]  # 3 f h w
-                    metres = [geometry.denormalise_points(x.movedim(0, -1), box) for x in (cells[view], decoded)]
-                    errors.append((metres[0] - metres[1]).norm(dim=-1)[inside[view]] * 1000)
-            errors = torch.cat(errors)
-            floor = {"median": errors.median().item(), "mean": errors.mean().item()}
-            index |= {"box": box, "floor_mm": floor}
-            print(f"VAE round trip of points: median {floor['median']:.2f} mm, mean {floor['mean']:.2f} mm (the floor)")
+            index |= {"box": box}
         write_json(root / unit / "index.json", index)
 
 if rank == 0:
