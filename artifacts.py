@@ -15,8 +15,8 @@ from guard import UserError, first_line
 from latent_cache import contents, weights_identity
 
 SETTINGS = (  # of a record: those that sample.py must have too, then those that may be given otherwise
-    "model", *adapters.GEOMETRY, "experts", "clamp_first_frame", "boundary_ratio", "max_text_tokens", "negative_prompt",
-    "guidance_scale", "guidance_scale_2", "fps", "dtype")
+    "model", *adapters.GEOMETRY, "experts", "clamp_first_frame", "boundary_ratio", "max_text_tokens", "text_dtype",
+    "negative_prompt", "guidance_scale", "guidance_scale_2", "fps", "dtype")
 
 
 def settings_of(config):
