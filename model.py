@@ -111,7 +111,8 @@ def load_transformer(wan, expert, device, dtype, seed=0):
             if any(part in name.split(".") for part in WanTransformer3DModel._keep_in_fp32_modules):
                 parameter.data = parameter.data.float()
     else:
-        transformer = pretrained.load(WanTransformer3DModel, wan.model, FOLDERS[expert], dtype, device)
+        on_gpu = dict(device_map={"": device}) if torch.device(device).type == "cuda" else {}
+        transformer = pretrained.load(WanTransformer3DModel, wan.model, FOLDERS[expert], dtype, device, **on_gpu)
     transformer.rope.to(device)
     # Under autocast a float32 linear would run in bf16; sinusoids of timesteps up to 1000 must not.
     embedder = transformer.condition_embedder.time_embedder

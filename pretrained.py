@@ -94,13 +94,12 @@ def refuse(cls, where, missing, unexpected, mismatched):
                         "describes, in diffusers' names")
 
 
-def load(cls, model, part, dtype, device, setting="model"):
-    """-> a part of a model, whole and finite, on the device, frozen, eval."""
+def load(cls, model, part, dtype, device, setting="model", **options):
+    """-> a part of a model, whole and finite, on the device, frozen, eval; options: more for from_pretrained."""
     where, (folder, _) = f"{setting}={model}: {part or cls.__name__}", check(cls, model, part, setting)
-    on_gpu = dict(device_map={"": device}) if torch.device(device).type == "cuda" else {}
     with one_line(model, part or cls.__name__, setting):
         module, report = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, output_loading_info=True,
-                                             **on_gpu)
+                                             **options)
     refuse(cls, where, *(report[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")))
     if bad := [name for name, tensor in module.state_dict().items() if not tensor.sum().isfinite()]:
         raise UserError(f"{where}: {len(bad)} of its weights hold NaN or infinity, the first is {bad[0]}: want another "
