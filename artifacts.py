@@ -18,8 +18,8 @@ from latent_cache import contents, weights_identity
 BASE = ("kind", "num_layers", "dim", "ffn_dim", "in_channels", "out_channels", "content of model")  # of a record
 GEOMETRY = ("views", "pointmaps", "cell_height", "cell_width", "num_frames", "shift")  # of a record
 SETTINGS = (  # of a record: those that sample.py must have too, then those that may be given otherwise
-    "model", *GEOMETRY, "experts", "clamp_first_frame", "boundary_ratio", "max_text_tokens", "negative_prompt",
-    "guidance_scale", "guidance_scale_2", "fps", "dtype")
+    "model", *GEOMETRY, "experts", "clamp_first_frame", "boundary_ratio", "max_text_tokens", "text_dtype",
+    "negative_prompt", "guidance_scale", "guidance_scale_2", "fps", "dtype")
 
 
 def settings_of(config):

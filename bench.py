@@ -15,7 +15,6 @@ import time
 import torch
 
 import cost
-import data as robot_data
 import encoders
 import flow
 import fsdp
@@ -45,14 +44,11 @@ config = configure(globals())
 rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
     wan = wan_model.describe(model)
-    z_dim, stride = encoders.latent_geometry(model)
     check_values(config, at_least=dict(num_views=1, batch_size=1, lora_rank=0, warmup=0, steps=1, dp_replicate=1,
                                        peak_tflops=1),
                  one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")))
-    robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
+    latent_shape = encoders.latent_shape(model, num_frames, cell_height, cell_width, 1 + pointmaps, num_views)
 wan.dtype = getattr(torch, dtype)
-latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, (1 + pointmaps) * cell_height // stride[1],
-                num_views * cell_width // stride[2])
 tokens = cost.num_tokens(latent_shape)
 flops = cost.step_flops(wan.config, tokens, lora_rank > 0) * batch_size
 with fsdp.all_ranks_agree():

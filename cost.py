@@ -32,6 +32,14 @@ WITHOUT = dict(  # what it means that a copy of a script has no such setting
     gpu_gib=0.0)
 
 
+def random_shape(model):
+    """ "random:NAME[:num_layers]" -> a copy of RANDOM's. UserError for other names."""
+    _, name, num_layers = f"{model}:".split(":")[:3]
+    if name not in RANDOM or not (num_layers or "1").isdecimal():
+        raise UserError(f"model={model}: want random: and one of {', '.join(RANDOM)}")
+    return RANDOM[name] | ({"num_layers": int(num_layers)} if num_layers else {})
+
+
 def num_tokens(latent_shape):
     """(c, f, h, w) of latents -> tokens after the (1, 2, 2) patch embedding."""
     _, f, h, w = latent_shape

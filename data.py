@@ -94,17 +94,3 @@ def split_cells(grid, modalities, views):
         for modality, row in zip(modalities, rows, strict=True)
         for view, cell in zip(views, row.chunk(len(views), -1), strict=True)
     }
-
-
-def check_sizes(num_frames, height, width, stride, names=("cell_height", "cell_width")):
-    """UserError unless the VAE (stride t, h, w) and the transformer's 2 x 2 patches divide a cell evenly.
-
-    names are the caller's settings of height and width.
-    """
-    for name, size, multiple in zip(names, (height, width), (2 * stride[1], 2 * stride[2]), strict=True):
-        if size % multiple or size <= 0:
-            below = max(size // multiple, 1) * multiple
-            raise UserError(f"{name}={size}: want a multiple of {multiple} ({below} or {below + multiple})")
-    if (num_frames - 1) % stride[0] or num_frames < 1:
-        below = max((num_frames - 1) // stride[0], 0) * stride[0] + 1
-        raise UserError(f"num_frames={num_frames}: want {stride[0]}n+1 ({below} or {below + stride[0]})")

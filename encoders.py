@@ -6,6 +6,7 @@
 import hashlib
 import itertools
 import math
+import os
 import sys
 
 import torch
@@ -17,16 +18,17 @@ from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch.nn import functional as F
-from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 
-from guard import UserError, user_errors
+import pretrained
+from cost import random_shape
+from guard import UserError
 
 # Constructor arguments of the two released VAEs: 2.1 is diffusers' default, 2.2 belongs to TI2V-5B.
 # The latent statistics are left at 0 and 1 for 2.2: with random weights no others would be right either.
 VAE_2_1 = {}
 VAE_2_2 = dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, in_channels=12, out_channels=12,
                patch_size=2, scale_factor_spatial=16, latents_mean=[0.0] * 48, latents_std=[1.0] * 48)
-RANDOM_VAES = {"i2v-a14b": VAE_2_1, "t2v-a14b": VAE_2_1, "t2v-1.3b": VAE_2_1, "ti2v-5b": VAE_2_2}
 RANDOM_TEXT_DIM = 4096  # width of UMT5-XXL
 
 
@@ -75,39 +77,62 @@ def dct_basis(z_dim, stride_t, stride_s):
     return torch.stack(vectors).float()
 
 
-def latent_geometry(model):
-    """(z_dim, stride (t, h, w)) of a model's VAE, read from vae/config.json alone."""
-    config = vae_config(model)
-    stride_t, stride_s = config.get("scale_factor_temporal", 4), config.get("scale_factor_spatial", 8)
-    return config.get("z_dim", 16), (stride_t, stride_s, stride_s)
+VAES = {"AutoencoderKLWan": AutoencoderKLWan, "AutoencoderDCT": AutoencoderDCT}
 
 
 def vae_config(model):
     """Configuration dict of a model's VAE, `_class_name` included."""
     if model.startswith("random:"):
-        name = model.split(":")[1]  # "random:NAME" or "random:NAME:layers"
-        if name not in RANDOM_VAES:
-            raise UserError(f"model={model}: want random: and one of {', '.join(RANDOM_VAES)}")
-        return {"_class_name": "AutoencoderKLWan", **RANDOM_VAES[name]}
-    with user_errors(model, "vae"):
-        return AutoencoderKLWan.load_config(model, subfolder="vae")
+        return {"_class_name": "AutoencoderKLWan"} | (VAE_2_2 if "out_channels" in random_shape(model) else VAE_2_1)
+    with pretrained.one_line(model, "vae"):
+        config = AutoencoderKLWan.load_config(model, subfolder="vae")
+    if config.get("_class_name") not in VAES:
+        raise UserError(f"model={model}: its VAE is {config.get('_class_name')}: want {' or '.join(VAES)}")
+    return config
+
+
+def latent_shape(model, num_frames, cell_height, cell_width, rows=1, columns=1, names=("cell_height", "cell_width")):
+    """-> (c, f, h, w) of the latents of a grid of cells, from vae/config.json alone.
+
+    UserError unless the VAE's stride and the transformer's 2 x 2 patches divide a cell evenly; names are the caller's
+    settings of height and width.
+    """
+    config = vae_config(model)
+    stride_t, stride = config.get("scale_factor_temporal", 4), config.get("scale_factor_spatial", 8)
+    for name, size in zip(names, (cell_height, cell_width), strict=True):
+        if size % (2 * stride) or size <= 0:
+            below = max(size // (2 * stride), 1) * 2 * stride
+            raise UserError(f"{name}={size}: want a multiple of {2 * stride} ({below} or {below + 2 * stride})")
+    if (num_frames - 1) % stride_t or num_frames < 1:
+        below = max((num_frames - 1) // stride_t, 0) * stride_t + 1
+        raise UserError(f"num_frames={num_frames}: want {stride_t}n+1 ({below} or {below + stride_t})")
+    frames = (num_frames - 1) // stride_t + 1
+    return config.get("z_dim", 16), frames, rows * cell_height // stride, columns * cell_width // stride
+
+
+def check(model):
+    """UserError where the files of a folder's VAE, text encoder or tokenizer don't hold what they should.
+
+    What is missing altogether is missed when it is loaded: not every script wants all of them.
+    """
+    if os.path.isdir(os.path.join(model, "vae")):
+        _, vae = pretrained.check(VAES[vae_config(model)["_class_name"]], model, "vae")
+        with pretrained.one_line(model, "vae"):
+            mean, std = (torch.tensor(vae.config[name]).double() for name in ("latents_mean", "latents_std"))
+        if not (len(mean) == len(std) == vae.config.z_dim and (mean / std).isfinite().all() and (std > 0).all()):
+            raise UserError(f"model={model}: vae: want {vae.config.z_dim} finite latents_mean, latents_std above 0")
+    if os.path.isdir(os.path.join(model, "text_encoder")):
+        pretrained.check(UMT5EncoderModel, model, "text_encoder")
+    if os.path.isdir(os.path.join(model, "tokenizer")):
+        pretrained.check_tokenizer(model, "tokenizer")
 
 
 def load_vae(model, device="cpu", dtype=torch.float32):
     """The model's frozen VAE. Raises UserError if there is none, or if its class is not known here."""
     config = vae_config(model)
-    classes = {"AutoencoderKLWan": AutoencoderKLWan, "AutoencoderDCT": AutoencoderDCT}
-    if config.get("_class_name") not in classes:
-        raise UserError(f"model={model}: its VAE is {config.get('_class_name')}: want {' or '.join(classes)}")
     if model.startswith("random:"):
-        torch.manual_seed(0)  # the same on every rank and in every run
-        with torch.device(device):  # initialise there: 0.7 B numbers take long on a CPU
-            vae = AutoencoderKLWan.from_config(config)
-        vae = torch.nn.Module.to(vae, dtype)  # diffusers' own .to warns of modules to keep in float32; a VAE has none
-    else:
-        with user_errors(model, "vae"):
-            vae = classes[config["_class_name"]].from_pretrained(model, subfolder="vae", torch_dtype=dtype).to(device)
-    return vae.eval().requires_grad_(False)
+        return pretrained.draw(lambda: AutoencoderKLWan.from_config(config), dtype, device)
+    return pretrained.load(VAES[config["_class_name"]], model, "vae", dtype, device)
 
 
 def latent_statistics(vae, device):
@@ -150,13 +175,11 @@ def load_text_encoder(model, device="cpu", dtype=torch.bfloat16):
     """(tokenizer, frozen UMT5 encoder) of a model; (None, "random") for "random:NAME", which has neither."""
     if model.startswith("random:"):
         return None, "random"
-    with user_errors(model, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(model, subfolder="tokenizer")
+    _, skeleton = pretrained.check(UMT5EncoderModel, model, "text_encoder")
+    tokenizer = pretrained.load_tokenizer(model, "tokenizer", skeleton.config.vocab_size)
     if not sys.stderr.isatty():  # a log would keep every state of "Loading weights"
         transformers.utils.logging.disable_progress_bar()
-    with user_errors(model, "text_encoder"):
-        text_encoder = UMT5EncoderModel.from_pretrained(model, subfolder="text_encoder", dtype=dtype)
-    return tokenizer, text_encoder.to(device).eval().requires_grad_(False)
+    return tokenizer, pretrained.load(UMT5EncoderModel, model, "text_encoder", dtype, device)
 
 
 @torch.no_grad()

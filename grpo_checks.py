@@ -57,12 +57,13 @@ def check_settings(config, world_size):
         num_inner_epochs=1, decode_batch=1, num_eval_steps=1, num_eval_samples=2, num_eval_videos=0, max_text_tokens=1,
         max_iterations=1, ema_interval=1, max_bad_steps=1, dp_replicate=1, eval_interval=0, save_interval=0,
         keep_last=0, warmup_iterations=0, guidance_scale=0, guidance_scale_2=0,
-        lora_rank=0, lora_alpha=0, lr=0, weight_decay=0, shift=0.01, kl_beta=0, ema_decay=0, fps=1, seed=0,
+        lora_rank=0, lora_alpha=0, lr=0, weight_decay=0, shift=0, kl_beta=0, ema_decay=0, fps=1, seed=0,
         sglang_concurrency=1, sglang_retries=0, sglang_timeout=1, drift_interval=1, gpus=0, gpu_gib=0,
     ), more_than=dict(clip_range=0, grad_clip=0, advantage_clip=0, reward_timeout=0), below=dict(ema_decay=1),
         at_most=dict(reward_timeout=375),  # seconds: a request is tried four times while the other ranks wait
         one_of=dict(
-            dtype=("float32", "bfloat16"), vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
+            text_dtype=("float32", "bfloat16"), dtype=("float32", "bfloat16"),
+            vae_dtype=("float32", "bfloat16"), rollout=("local", "sglang"),
             checkpointing=("none", "full", "selective"), law=rollout.LAWS, lora_sync=("tensor", "disk"),
     ), mistakes=mistakes)
 

@@ -8,8 +8,6 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 DISK_FULL = ("No space left on device", "Disk quota exceeded")  # the system's words, whoever raises them
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer")  # gloo's, in a collective
 GPU_FULL = ("CUDA out of memory", "ALLOC_FAILED")  # the allocator's words; cuBLAS's and cuDNN's
@@ -26,16 +24,6 @@ class Diverged(UserError):
 def first_line(error):
     """What an error says, for a line about it."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-@contextmanager
-def user_errors(model, part):
-    """Turn the many ways in which a folder or hub id can lack a part into one line."""
-    try:
-        yield
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"model={model}: can't load its {part}: want a diffusers folder (`python tiny.py` builds one) "
-                        f"or a hub id ({first_line(error)})") from error
 
 
 def show_error(kind, error, trace):

@@ -15,13 +15,15 @@ import shutil
 from dataclasses import dataclass, field
 
 import torch
-from diffusers import DiffusionPipeline, WanTransformer3DModel
-from huggingface_hub import save_torch_state_dict, snapshot_download
+from diffusers import DiffusionPipeline, UniPCMultistepScheduler, WanTransformer3DModel
+from huggingface_hub import save_torch_state_dict
 
+import encoders
 import fsdp
+import pretrained
 from adapters import adapter_name, add_lora, clean_name, export_lora, load_lora, read_lora
-from cost import RANDOM
-from guard import UserError, first_line, replace_folder, user_errors
+from cost import random_shape
+from guard import UserError, replace_folder
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
 
@@ -37,57 +39,58 @@ class Wan:
     config: dict  # of the transformer: num_layers, num_attention_heads, in_channels, ...
     dtype: torch.dtype = torch.float32  # of the matrix products
     experts: dict = field(default_factory=dict)  # expert name -> WanTransformer3DModel
+    shift: float = 5.0  # of the noise levels: what was asked for, else of the checkpoint's scheduler
 
 
 # ----------------------------------------------------------------------------- describe and load
 
 
-def describe(model, boundary_ratio=0.0):
-    """Read kind, experts, boundary and sizes from the checkpoint's JSON files; no weight is touched.
+def describe(model, boundary_ratio=0.0, shift=5.0):
+    """Read kind, experts, boundary, shift and sizes from the checkpoint's JSON files; a folder's weights must fit them.
 
-    boundary_ratio > 0 overrides model_index.json. Raises UserError when the checkpoint isn't one this project trains.
+    boundary_ratio > 0 overrides model_index.json, shift > 0 the scheduler. No weight is touched; a hub id's are checked
+    when they are loaded. Raises UserError when the checkpoint isn't one this project trains.
     """
     if model.startswith("random:"):
-        name, _, num_layers = model.removeprefix("random:").partition(":")
-        if name not in RANDOM or not (num_layers or "1").isdecimal():
-            raise UserError(f"model={model}: want random: and one of {', '.join(RANDOM)}")
-        shape = dict(RANDOM[name])
-        num_experts, index_boundary = shape.pop("experts"), shape.pop("boundary_ratio")
-        expand_timesteps = shape.pop("expand_timesteps", False)
+        config = random_shape(model)
+        num_experts, scheduler = config.pop("experts"), {"shift": 5.0}
+        index = {name: config.pop(name, None) for name in ("boundary_ratio", "expand_timesteps")}
         with torch.device("meta"):
-            config = dict(WanTransformer3DModel(**{**shape, "num_layers": 1}).config)
-        config["num_layers"] = int(num_layers or shape["num_layers"])
+            config = WanTransformer3DModel(**config | {"num_layers": 1}).config | {"num_layers": config["num_layers"]}
     else:
         if os.path.sep in model and model.count("/") != 1 and not os.path.isdir(model):
             raise UserError(f"model={model}: no such folder; want a diffusers folder, a hub id or random:NAME")
-        try:
+        with pretrained.one_line(model, "model_index.json, transformer or scheduler"):
             index = DiffusionPipeline.load_config(model)
             config = WanTransformer3DModel.load_config(model, subfolder="transformer")
-        except OSError as error:
-            reason = first_line(error)[:120]
-            where = "no diffusers checkpoint there" if os.path.isdir(model) else (
-                "no such folder, and no checkpoint of that name could be had from the hub")
-            raise UserError(f"model={model}: {where} ({reason})") from None
-        num_experts = 2 if (index.get("transformer_2") or [None])[0] else 1
-        index_boundary, expand_timesteps = index.get("boundary_ratio"), index.get("expand_timesteps", False)
-        if os.path.isdir(model) and num_experts == 2 and not os.path.isdir(os.path.join(model, "transformer_2")):
-            raise UserError(f"model={model}: model_index.json names transformer_2, which is missing: copy it there")
+            scheduler = {} if shift else UniPCMultistepScheduler.load_config(model, subfolder="scheduler")
+            num_experts = 2 if (index.get("transformer_2") or [None])[0] else 1
     if config.get("image_dim"):
         raise UserError(f"model={model}: has a CLIP image encoder (Wan 2.1 I2V); want a Wan 2.2 checkpoint")
+    names = ("high", "low") if num_experts == 2 else ("single",)
+    if os.path.isdir(model):
+        skeletons = [pretrained.check(WanTransformer3DModel, model, FOLDERS[name])[1] for name in names]
+        if len({skeleton.num_parameters() for skeleton in skeletons}) > 1:
+            raise UserError(f"model={model}: transformer and transformer_2 differ in size: want two experts of one")
+        config = skeletons[0].config  # with diffusers' defaults
+        encoders.check(model)
+    config = {name: value for name, value in config.items() if not name.startswith("_")}
     if config["in_channels"] == 2 * config["out_channels"] + 4:
         kind = "i2v"
     elif config["in_channels"] != config["out_channels"]:
         raise UserError(f"model={model}: in_channels={config['in_channels']}, out_channels={config['out_channels']}: "
                         "want in = out (t2v, ti2v) or 2 out + 4 (i2v)")
     else:
-        kind = "ti2v" if expand_timesteps else "t2v"
+        kind = "ti2v" if index.get("expand_timesteps") else "t2v"
     if kind == "i2v" and num_experts == 1:
         raise UserError(f"model={model}: an i2v checkpoint without transformer_2: want both experts in one folder")
-    boundary = boundary_ratio or index_boundary
-    if num_experts == 2 and not (boundary and 0 < boundary < 1):
+    boundary = (boundary_ratio or index.get("boundary_ratio")) if num_experts == 2 else None
+    if num_experts == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         raise UserError(f"model={model}: boundary_ratio={boundary}: two experts want one between 0 and 1")
-    names = ("high", "low") if num_experts == 2 else ("single",)
-    return Wan(model, kind, names, boundary if num_experts == 2 else None, dict(config))
+    shift = shift or scheduler.get("flow_shift", scheduler.get("shift"))
+    if not (isinstance(shift, int | float) and shift > 0):
+        raise UserError(f"shift=0: the scheduler of {model} has {shift}: want a number, 5 for most of Wan")
+    return Wan(model, kind, names, boundary, config, shift=shift)
 
 
 def check_guidance(wan, guidance_scale, guidance_scale_2):
@@ -100,34 +103,22 @@ def check_guidance(wan, guidance_scale, guidance_scale_2):
     return dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2 or guidance_scale)
 
 
-def kind_of(model):
-    """-> "i2v" | "ti2v" | "t2v", from the checkpoint's JSON files."""
-    return describe(model, boundary_ratio=0.5).kind  # whatever the boundary, which training may be given
-
-
 def load_transformer(wan, expert, device, dtype, seed=0):
     """-> the expert's WanTransformer3DModel in dtype (norms, modulation, time embedder in float32), frozen, eval."""
     if wan.model.startswith("random:"):
-        torch.manual_seed(seed + list(FOLDERS).index(expert))  # the same on every rank
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        with torch.device(device):
-            transformer = WanTransformer3DModel.from_config(wan.config)
-        torch.set_default_dtype(default)
+        transformer = pretrained.draw(lambda: WanTransformer3DModel.from_config(wan.config), dtype, device,
+                                      seed + list(FOLDERS).index(expert))
         for name, parameter in transformer.named_parameters():
             if any(part in name.split(".") for part in WanTransformer3DModel._keep_in_fp32_modules):
                 parameter.data = parameter.data.float()
     else:
         on_gpu = dict(device_map={"": device}) if torch.device(device).type == "cuda" else {}
-        with user_errors(wan.model, FOLDERS[expert]):
-            transformer = WanTransformer3DModel.from_pretrained(
-                wan.model, subfolder=FOLDERS[expert], torch_dtype=dtype, use_safetensors=True, **on_gpu
-            )
+        transformer = pretrained.load(WanTransformer3DModel, wan.model, FOLDERS[expert], dtype, device, **on_gpu)
     transformer.rope.to(device)
     # Under autocast a float32 linear would run in bf16; sinusoids of timesteps up to 1000 must not.
     embedder = transformer.condition_embedder.time_embedder
     embedder.forward = torch.autocast(torch.device(device).type, enabled=False)(embedder.forward)
-    return transformer.requires_grad_(False).eval()
+    return transformer
 
 
 # ----------------------------------------------------------------------------- the velocity
@@ -253,14 +244,14 @@ def export_model(folder, wan, state_dicts, belongs_to):
     """
     temporary = f"{folder}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    trained = [FOLDERS[expert] for expert in state_dicts]
-    if wan.model.startswith("random:"):
-        os.makedirs(temporary)
-    else:
-        source = wan.model
-        if not os.path.isdir(source):
-            source = snapshot_download(source, ignore_patterns=[f"{name}/*.safetensors" for name in trained])
-        shutil.copytree(source, temporary, ignore=lambda path, _: trained if os.path.samefile(path, source) else [])
+    os.makedirs(temporary)
+    if not wan.model.startswith("random:"):
+        index = DiffusionPipeline.load_config(wan.model)
+        with open(os.path.join(temporary, "model_index.json"), "w") as file:
+            json.dump(index, file, indent=2)
+        named = {part for part, of in index.items() if isinstance(of, list | tuple) and of[0]}
+        for part in named - {FOLDERS[expert] for expert in state_dicts}:  # the run's own folder may lie among them
+            shutil.copytree(pretrained.folder_of(wan.model, part), os.path.join(temporary, part))
     for expert, state_dict in state_dicts.items():
         target = os.path.join(temporary, FOLDERS[expert])
         os.makedirs(target)

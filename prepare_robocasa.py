@@ -28,10 +28,10 @@ import fsdp
 import geometry
 import video
 from configurator import check_values, configure, given
-from data import check_sizes, open_demos, parse_box, window_cells
+from data import open_demos, parse_box, window_cells
 from guard import UserError, hold_folder, writing
 from latent_cache import LatentCache, check_unit, fingerprints, is_whole, write_json, write_tensors
-from model import kind_of
+from model import describe
 from recordings import Window, evenly
 
 # settings shared with train_i2v_sft.py: what shapes the cache
@@ -52,6 +52,7 @@ val_demos = 1  # demos held out with val_split="" or without masks
 workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres, world frame; "": percentiles of the training points
 box_percentile = 1.0  # percent cut off at each side of each axis where workspace_box is ""
 max_text_tokens = 16  # prompts are padded to this (512 for the released models)
+text_dtype = "bfloat16"  # float32 | bfloat16: of the text encoder; float16 overflows in UMT5
 negative_prompt = ""  # embedded beside the prompts, for classifier-free guidance
 # settings of this script alone
 force = False  # rebuild what is stale
@@ -59,7 +60,6 @@ inspect = False  # only check the recordings: contact sheet in cache_dir, verdic
 check_recordings = True  # refuse what inspect's verdict fails, before hours of encoding
 encode_batch = 16  # windows a VAE call (1 at full size)
 vae_dtype = "float32"  # float32 | bfloat16
-text_dtype = "bfloat16"  # float32 | bfloat16: float16 overflows in UMT5
 cache_dtype = "float32"  # float32 | bfloat16: of the files
 device = "auto"  # auto | cpu | cuda
 config = configure(globals(), also="cache_dir")
@@ -163,9 +163,8 @@ root, size = Path(cache_dir), (cell_height, cell_width)
 with fsdp.all_ranks_agree():
     check_values(config, at_least=dict(window_stride=1, encode_batch=1, max_text_tokens=1),
                  one_of=dict.fromkeys(("vae_dtype", "text_dtype", "cache_dtype"), tuple(DTYPES)))
-    kind = kind_of(model)
-    z_dim, stride = encoders.latent_geometry(model)
-    check_sizes(num_frames, *size, stride)
+    kind = describe(model, boundary_ratio=0.5).kind  # whatever the boundary, which training may be given
+    z_dim, latent_frames, latent_height, latent_width = encoders.latent_shape(model, num_frames, *size)  # of a cell
     demos = open_demos(config)
     windows = demos.windows(num_frames, window_stride, pad_short)
     prompts = list(dict.fromkeys([*demos.prompts.values(), "", negative_prompt]))
@@ -183,8 +182,8 @@ with fsdp.all_ranks_agree():
             numbers = max_text_tokens * 4096  # UMT5-XXL's width
         else:
             todo[unit] = [window for window in windows if window.key not in done]
-            frames = (num_frames - 1) // stride[0] + 1 if kind == "i2v" or unit in ("rgb", "pointmap") else 1
-            numbers = len(demos.views) * z_dim * frames * (cell_height // stride[1]) * (cell_width // stride[2])
+            frames = latent_frames if kind == "i2v" or unit in ("rgb", "pointmap") else 1
+            numbers = len(demos.views) * z_dim * frames * latent_height * latent_width
         need += len(todo[unit]) * numbers * DTYPES[cache_dtype].itemsize
 
     free = shutil.disk_usage(root).free

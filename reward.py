@@ -32,11 +32,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPModel
 
 import fsdp
+import pretrained
 from configurator import configure
-from guard import UserError, first_line
+from guard import UserError
 from task_rewards import ball, ball_success, first_frame, jpeg, smoothness, uint8_frames, views
 from video import read_mp4
 
@@ -54,18 +55,12 @@ def load_clip(model, device):
         vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16)
         vision, both = vision | dict(patch_size=14), dict(hidden_act="gelu", projection_dim=1024)
         config = CLIPConfig(text_config=text | both, vision_config=vision | both, projection_dim=1024)
-        torch.manual_seed(0)  # the same on every rank and in every run
-        with torch.device(device):
-            clip = CLIPModel(config)
-        return hash_tokenizer, clip.eval().requires_grad_(False)
-    own = any((Path(model) / name).exists() for name in ("tokenizer.json", "vocab.json"))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model if own else "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
-        clip = CLIPModel.from_pretrained(model, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise UserError(f"pickscore_model={model}: want a hub id, or a folder of a CLIPModel with its tokenizer in it "
-                        f"({first_line(error)})") from error
-    return tokenizer, clip.to(device).eval().requires_grad_(False)
+        return hash_tokenizer, pretrained.draw(lambda: CLIPModel(config), torch.float32, device)
+    own = any((Path(model) / name).exists() for name in pretrained.VOCABULARIES)
+    _, skeleton = pretrained.check(CLIPModel, model, "", "pickscore_model")
+    tokenizer = pretrained.load_tokenizer(model if own else "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "",
+                                          skeleton.config.text_config.vocab_size, "pickscore_model")
+    return tokenizer, pretrained.load(CLIPModel, model, "", torch.float32, device, "pickscore_model")
 
 
 def hash_tokenizer(prompts, **options):

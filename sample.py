@@ -58,11 +58,12 @@ cell_height = 16  # pixels of one view
 cell_width = 16  # pixels
 num_frames = 5  # frames, 4n+1
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
-shift = 5.0  # of the noise levels
+shift = 5.0  # of the noise levels; 0: of the checkpoint's scheduler
 num_inference_steps = 50  # of the sampler
 guidance_scale = 1.0  # of the high-noise expert (or the single one); 1: no guidance
 guidance_scale_2 = 0.0  # of the low-noise expert; 0: not set, an error for two experts with guidance
 max_text_tokens = 16  # tokens; 512 for the released models
+text_dtype = "bfloat16"  # "float32" | "bfloat16": of the text encoder; float16 overflows in UMT5
 clamp_first_frame = True  # t2v only: give the first latent frame clean
 seed = 0  # of the noise
 fps = 8  # frames a second
@@ -84,14 +85,14 @@ def given_cell(path):
 # ----------------------------------------------------------------------------- checks
 rank, world_size, device = fsdp.init(device)
 with fsdp.all_ranks_agree():
-    wan = wan_model.describe(model, boundary_ratio)
+    wan = wan_model.describe(model, boundary_ratio, shift)
+    shift = config["shift"] = wan.shift
     record = artifacts.check(wan, config)
-    check_values(config, at_least=dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0.01),
-                 one_of=dict(dtype=("float32", "bfloat16")))
+    check_values(config, at_least=dict(num_inference_steps=1, max_text_tokens=1, fps=1, seed=0, shift=0),
+                 one_of=dict.fromkeys(("dtype", "text_dtype"), ("float32", "bfloat16")))
     wan.dtype = getattr(torch, dtype)
     guidance = wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
-    z_dim, stride = encoders.latent_geometry(model)
-    robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
+    encoders.latent_shape(model, num_frames, cell_height, cell_width)
     adapted = {}  # expert -> rank (0: all weights), alpha, targets of what is put on it
     settings = checkpoints.read_meta(checkpoint)["config"] if checkpoint else {}
     if checkpoint:
@@ -145,7 +146,7 @@ condition = None
 if wan.kind != "t2v" or clamp_first_frame:
     given = {name: cell[None, :, 0] for name, cell in truth.items()}  # 1 3 h w each
     condition = sampler.encode_given(vae, given, num_frames, wan.kind)  # 1 z F|1 H W
-tokens = sampler.embed(model, [prompt, negative_prompt], max_text_tokens, device, wan.dtype)  # {prompt: n d}
+tokens = sampler.embed(config, [prompt, negative_prompt], device, wan.dtype)  # {prompt: n d}
 text, negative = (F.pad(tokens[name], (0, 0, 0, max_text_tokens - len(tokens[name])))[None].to(device)
                   for name in (prompt, negative_prompt))  # 1 n d each
 
@@ -165,8 +166,7 @@ if checkpoint:
     checkpoints.load(checkpoint, tensors)
 
 # ----------------------------------------------------------------------------- sample, decode, write
-latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
-                len(view_names) * cell_width // stride[2])
+latent_shape = encoders.latent_shape(model, num_frames, cell_height, cell_width, len(modalities), len(view_names))
 sigmas = flow.sigma_grid(num_inference_steps, shift)
 fsdp.say(f"{model}: {wan.kind}, boundary {wan.boundary_ratio}, shift {shift:g}, {num_inference_steps} steps, "
          f"guidance {guidance_scale:g} (high) {guidance['guidance_scale_2']:g} (low), latents {latent_shape}\n"

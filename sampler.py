@@ -15,6 +15,7 @@ import fsdp
 import model as wan_model
 import rollout
 from data import join_cells, split_cells
+from guard import Diverged
 
 # ----------------------------------------------------------------------------- from noise to latents
 
@@ -41,7 +42,8 @@ def sample(wan, noise, condition, text, negative_text, sigmas, guidance_scale, g
 
     noise b c f h w; sigmas k+1 from flow.sigma_grid; condition, texts and guidance as in guided_velocity; generators:
     one a sample, on the CPU, for the noise of its stochastic steps. progress: a label for a bar, None for no bar.
-    -> latents b c f h w with the given frame restored, list of rollout.Step (one for each of the window).
+    -> latents b c f h w with the given frame restored, list of rollout.Step (one for each of the window). Collective;
+    Diverged where the latents aren't finite, but for a rollout's, of whose window the trainer tells more.
     """
     latents, steps = noise.float(), []
     gen_mask = wan_model.generated_mask(wan, latents, condition)
@@ -58,7 +60,13 @@ def sample(wan, noise, condition, text, negative_text, sigmas, guidance_scale, g
         log_prob = rollout.log_prob(law, following, mean, std, gen_mask)
         steps.append(rollout.Step(i, latents.cpu(), following.cpu(), mean.cpu(), log_prob.cpu()))
         latents = following
-    return wan_model.clamp_given(wan, latents, condition), steps
+    latents = wan_model.clamp_given(wan, latents, condition)
+    if not steps:
+        with fsdp.all_ranks_agree():
+            if not latents.isfinite().all():
+                raise Diverged("got NaN or infinity in a sampled video: want lower guidance, or another checkpoint or "
+                               "adapter")
+    return latents, steps
 
 
 # ----------------------------------------------------------------------------- cells and text
@@ -75,9 +83,13 @@ def decode_cells(vae, latents, modalities, views):
     return {name: encoders.decode(vae, cell[None])[0] for name, cell in cells.items()}
 
 
-def embed(model, prompts, max_text_tokens, device, dtype):
-    """{prompt: its own tokens n d in dtype, on the CPU}: the zeros after them would be 4 MB a prompt."""
-    tokenizer, text_encoder = encoders.load_text_encoder(model, device)
+def embed(config, prompts, device, dtype):
+    """{prompt: its own tokens n d in dtype, on the CPU}: the zeros after them would be 4 MB a prompt.
+
+    config: a script's settings model, text_dtype and max_text_tokens.
+    """
+    max_text_tokens = config["max_text_tokens"]
+    tokenizer, text_encoder = encoders.load_text_encoder(config["model"], device, getattr(torch, config["text_dtype"]))
     for line in encoders.text_warnings(tokenizer, text_encoder, prompts, max_text_tokens):
         fsdp.say(line)
     text_of = {}
@@ -105,7 +117,7 @@ class Sampler:
         self.sigmas = flow.sigma_grid(config["num_steps"], config["shift"])
         self.eval_sigmas = flow.sigma_grid(config["num_eval_steps"], config["shift"])
         distinct = sorted({*train_prompts.prompts, *eval_prompts.prompts, config["negative_prompt"]})
-        self.text_of = embed(config["model"], distinct, config["max_text_tokens"], device, policy.dtype)
+        self.text_of = embed(config, distinct, device, policy.dtype)
         self.vae = encoders.load_vae(config["model"], device, getattr(torch, config["vae_dtype"]))
 
     def begun(self):

@@ -41,7 +41,6 @@ import reward
 import rollout as wan_rollout
 import sglang_sampler
 from configurator import configure, defaults, save_config
-from data import check_sizes
 from fsdp import say
 from guard import Diverged, hold_folder
 from latent_cache import contents
@@ -66,6 +65,7 @@ height = 16  # pixels; images are resized to cover it and centre-cropped
 width = 16  # pixels
 num_frames = 5  # 4n+1
 max_text_tokens = 16  # tokens; 512 for the released models
+text_dtype = "bfloat16"  # "float32" | "bfloat16": of the text encoder; float16 overflows in UMT5
 negative_prompt = ""  # unconditional text of classifier-free guidance
 # rewards
 rewards = "ball:1.0"  # name:weight, comma-separated: what is trained (reward.py lists the names)
@@ -78,7 +78,7 @@ prompts_per_iteration = 12  # groups
 group_size = 12  # videos a prompt
 rollout_batch = 72  # videos at a time, in rollout and in training
 num_steps = 10  # of the sampler
-shift = 5.0  # of the noise levels
+shift = 5.0  # of the noise levels; 0: of the checkpoint's scheduler
 law = "flow"  # "flow" | "dance" | "cps": the stochastic step
 noise_level = 0.7  # of the stochastic steps
 num_sde_steps = 2  # steps in a row that are stochastic and trained; the others are ODE steps
@@ -163,7 +163,8 @@ mine = range(rank * videos_each, (rank + 1) * videos_each)  # this rank's share
 
 with fsdp.all_ranks_agree():
     grpo_checks.check_settings(config, num_ranks)
-    policy = wan_model.describe(model, boundary_ratio)
+    policy = wan_model.describe(model, boundary_ratio, shift)
+    shift = config["shift"] = policy.shift
     policy.dtype = getattr(torch, dtype)
     SamplerClass = Sampler
     if rollout == "sglang":
@@ -172,9 +173,7 @@ with fsdp.all_ranks_agree():
     belongs_to = artifacts.belongs_to(policy, config)  # what is exported says it
     artifacts.check_start(init_lora, belongs_to)
     num_trained = adapters.check_lora(policy, policy.expert_names, lora_rank, lora_alpha, lora_targets, init_lora)
-    z_dim, stride = encoders.latent_geometry(model)
-    check_sizes(num_frames, height, width, stride, names=("height", "width"))
-    latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2])  # c f h w
+    latent_shape = encoders.latent_shape(model, num_frames, height, width, names=("height", "width"))  # c f h w
     guidance = wan_model.check_guidance(policy, guidance_scale, guidance_scale_2)
     train_prompts = Prompts(data_jsonl, height, width, needs_image=policy.kind != "t2v")
     eval_prompts = Prompts(eval_data_jsonl, height, width, needs_image=policy.kind != "t2v")

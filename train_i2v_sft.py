@@ -65,12 +65,13 @@ val_demos = 1  # demos held out where the file has no val_split
 workspace_box = ""  # x0,y0,z0,x1,y1,z1 in metres; "": percentiles of the data
 box_percentile = 1.0  # percent of points outside the box on each side
 max_text_tokens = 16  # tokens; Wan 2.2 was trained with 512
+text_dtype = "bfloat16"  # "float32" | "bfloat16": of the text encoder; float16 overflows in UMT5
 negative_prompt = ""  # unconditional text of classifier-free guidance in validation videos
 keep_in_memory = True  # keep latents after they were read once
 # method
 experts = "both"  # "high" | "low" | "both": which are trained
 boundary_ratio = 0.0  # sigma where high becomes low; 0: from model_index.json
-shift = 5.0  # of the noise levels, in training and in sampling
+shift = 5.0  # of the noise levels, in training and in sampling; 0: of the checkpoint's scheduler
 clamp_first_frame = True  # t2v only: give the first latent frame clean
 text_dropout = 0.1  # probability of an empty prompt, for classifier-free guidance
 lora_rank = 0  # 0: full fine-tuning
@@ -129,12 +130,14 @@ with fsdp.all_ranks_agree():
         batch_size=1, grad_accum=1, max_steps=1, num_inference_steps=1, val_sigmas=1, dp_replicate=1, num_val_windows=1,
         num_val_videos=0, window_stride=1, max_text_tokens=1, max_bad_steps=1, log_interval=1, eval_interval=0,
         save_interval=0, keep_last=0, lora_rank=0, lora_alpha=0, warmup_steps=0, lr=0, weight_decay=0, beta2=0,
-        shift=0.01, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1, gpus=0, gpu_gib=0,
+        shift=0, text_dropout=0, ema_decay=0, fps=1, seed=0, peak_tflops=1, gpus=0, gpu_gib=0,
     ), more_than=dict(grad_clip=0), at_most=dict(text_dropout=1), below=dict(ema_decay=1, beta2=1),
-        one_of=dict(dtype=("float32", "bfloat16"), checkpointing=("none", "full", "selective")),
+        one_of=dict(dtype=("float32", "bfloat16"), text_dtype=("float32", "bfloat16"),
+                    checkpointing=("none", "full", "selective")),
         mistakes=[f"warmup_steps={warmup_steps}: want at most max_steps={max_steps}, the whole run"]
         if warmup_steps > max_steps else [])
-    wan = wan_model.describe(model, boundary_ratio)
+    wan = wan_model.describe(model, boundary_ratio, shift)
+    shift = config["shift"] = wan.shift
     wan.dtype = getattr(torch, dtype)
     wan_model.check_guidance(wan, guidance_scale, guidance_scale_2)
     if experts not in ("both", "high", "low") or (experts != "both" and "single" in wan.expert_names):
@@ -144,12 +147,9 @@ with fsdp.all_ranks_agree():
     belongs_to = artifacts.belongs_to(wan, config)  # what is exported says it
     artifacts.check_start(init_lora, belongs_to)
     adapters.check_lora(wan, trained, lora_rank, lora_alpha, lora_targets, init_lora)
-    z_dim, stride = encoders.latent_geometry(model)
-    robot_data.check_sizes(num_frames, cell_height, cell_width, stride)
     modalities = ("rgb", "pointmap") if pointmaps else ("rgb",)
     num_views = len(view_names(views))
-    latent_shape = (z_dim, (num_frames - 1) // stride[0] + 1, len(modalities) * cell_height // stride[1],
-                    num_views * cell_width // stride[2])
+    latent_shape = encoders.latent_shape(model, num_frames, cell_height, cell_width, len(modalities), num_views)
     tokens = cost.num_tokens(latent_shape)
     flops = cost.step_flops(wan.config, tokens, lora_rank > 0, max_text_tokens) * batch_size * grad_accum  # a rank
     described = cost.describe_run(

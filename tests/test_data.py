@@ -426,20 +426,6 @@ def test_no_windows_left(recording):
         RobotDemos(recording, VIEWS).windows(9, 1)
 
 
-def test_sizes():
-    data.check_sizes(81, 432, 384, (4, 8, 8))
-    with pytest.raises(UserError, match=r"cell_height=440: want a multiple of 16 \(432 or 448\)"):
-        data.check_sizes(81, 440, 384, (4, 8, 8))
-    with pytest.raises(UserError, match=r"cell_width=216: want a multiple of 16 \(208 or 224\)"):
-        data.check_sizes(81, 432, 216, (4, 8, 8))
-    with pytest.raises(UserError, match=r"num_frames=80: want 4n\+1 \(77 or 81\)"):
-        data.check_sizes(80, 432, 384, (4, 8, 8))
-    with pytest.raises(UserError, match=r"^height=440: want a multiple of 16"):
-        data.check_sizes(81, 440, 384, (4, 8, 8), names=("height", "width"))
-    with pytest.raises(UserError, match=r"^width=216: want a multiple of 16"):
-        data.check_sizes(81, 432, 216, (4, 8, 8), names=("height", "width"))
-
-
 def test_boxes():
     assert data.parse_box("-1, 0,0.5,1,2,3") == [-1, 0, 0.5, 1, 2, 3]
     for text in ("0,0,0,1,1", "0,0,0,1,1,0", "0,0,0,1,1,x"):

@@ -51,7 +51,7 @@ def test_dct_round_trip(tmp_path):
     assert once.shape == pixels.shape and (once - pixels * 0.2).square().mean() < (pixels * 0.2).square().mean()
 
     complete.save_pretrained(tmp_path / "vae")
-    assert encoders.latent_geometry(str(tmp_path)) == (192, (4, 4, 4))
+    assert encoders.latent_shape(str(tmp_path), 9, 8, 16, rows=2, columns=3) == (192, 3, 4, 12)
     loaded = encoders.load_vae(str(tmp_path), dtype=torch.bfloat16)
     assert loaded.dtype == torch.bfloat16 and not loaded.training
     assert (encoders.decode(loaded, latents) - pixels).abs().mean() < 0.02
@@ -145,8 +145,8 @@ def test_text_encoder_that_overflows_is_refused(text_folder):
 
 
 def test_random_models():
-    assert encoders.latent_geometry("random:i2v-a14b") == (16, (4, 8, 8))
-    assert encoders.latent_geometry("random:ti2v-5b") == (48, (4, 16, 16))
+    assert encoders.latent_shape("random:i2v-a14b", 81, 432, 384, 2, 2) == (16, 21, 108, 96)
+    assert encoders.latent_shape("random:ti2v-5b:2", 49, 480, 832) == (48, 13, 30, 52)
     with torch.device("meta"):  # the parameter counts of the released VAEs
         counts = [
             sum(p.numel() for p in AutoencoderKLWan(**config).parameters())
@@ -164,14 +164,27 @@ def test_random_models():
     assert first[4:].abs().max() == 0 and first[3].abs().max() > 0 and empty[1:].abs().max() == 0
 
 
+def test_sizes():
+    assert encoders.latent_shape("random:i2v-a14b", 81, 432, 384) == (16, 21, 54, 48)
+    for size, names, message in [
+        ((81, 440, 384), {}, r"^cell_height=440: want a multiple of 16 \(432 or 448\)"),
+        ((81, 432, 216), {}, r"^cell_width=216: want a multiple of 16 \(208 or 224\)"),
+        ((80, 432, 384), {}, r"^num_frames=80: want 4n\+1 \(77 or 81\)"),
+        ((81, 440, 384), dict(names=("height", "width")), r"^height=440: want a multiple of 16"),
+        ((81, 432, 216), dict(names=("height", "width")), r"^width=216: want a multiple of 16"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            encoders.latent_shape("random:i2v-a14b", *size, **names)
+
+
 def test_user_errors_are_one_line(tmp_path):
-    for call in (encoders.latent_geometry, encoders.load_vae, encoders.load_text_encoder):
+    for call in (encoders.vae_config, encoders.load_vae, encoders.load_text_encoder):
         for model in (str(tmp_path / "nothing"), str(tmp_path)):
             with pytest.raises(UserError, match="can't load its") as error:
                 call(model)
             assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="want random: and one of i2v-a14b"):
-        encoders.latent_geometry("random:a14b")
+        encoders.vae_config("random:a14b")
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     with pytest.raises(UserError, match="want AutoencoderKLWan or AutoencoderDCT"):

@@ -213,7 +213,7 @@ def test_models_in_a_size_for_recordings(recording, monkeypatch, tmp_path):
         assert wan.config["in_channels"] == channels and wan.config["out_channels"] == 48
         width = wan.config["num_attention_heads"] * wan.config["attention_head_dim"]
         assert width == 256 > 4 * 48  # a narrower model can't pass a token's latents through
-        assert encoders.latent_geometry(str(tmp_path / f"robot_{kind}")) == (48, (4, 4, 4))
+        assert encoders.latent_shape(str(tmp_path / f"robot_{kind}"), 9, 64, 64) == (48, 3, 16, 16)
     tokenizer, _ = encoders.load_text_encoder(str(tmp_path / "robot_i2v"))
     for prompt in TASKS:
         tokens = tokenizer(prompt).input_ids

@@ -16,6 +16,7 @@ import cost
 import flow
 import fsdp
 import model as wan_model
+import tiny
 from guard import UserError
 from helpers import load
 
@@ -119,14 +120,32 @@ def test_describe(checkpoints):
     ]:
         wan = wan_model.describe(name)
         assert (wan.kind, wan.expert_names, wan.boundary_ratio) == (kind, names, boundary)
-        assert wan.config["num_layers"] == layers and wan_model.kind_of(name) == kind
+        assert wan.config["num_layers"] == layers
     assert wan_model.describe(checkpoints["i2v"], boundary_ratio=0.8).boundary_ratio == 0.8
     assert wan_model.describe(checkpoints["ti2v"], boundary_ratio=0.8).boundary_ratio is None
 
 
+def test_shift_is_the_schedulers_where_it_is_0(checkpoints, tmp_path):
+    shutil.copytree(checkpoints["ti2v"], tmp_path / "ti2v")
+    folder, file = str(tmp_path / "ti2v"), tmp_path / "ti2v/scheduler/scheduler_config.json"
+    for scheduler, shift in [({"flow_shift": 3.0}, 3.0), ({"shift": 7}, 7), ({"flow_shift": 1.5, "shift": 7}, 1.5)]:
+        file.write_text(json.dumps(scheduler))
+        assert wan_model.describe(folder, shift=0).shift == shift
+        assert wan_model.describe(folder, shift=2.5).shift == 2.5
+    for scheduler in ({}, {"flow_shift": "three"}, {"flow_shift": 0}):
+        file.write_text(json.dumps(scheduler))
+        with pytest.raises(UserError, match=f"^shift=0: the scheduler of {folder} has .*: want a number"):
+            wan_model.describe(folder, shift=0)
+    file.unlink()
+    assert wan_model.describe(folder, shift=2.5).shift == 2.5
+    with pytest.raises(UserError, match="scheduler_config.json"):
+        wan_model.describe(folder, shift=0)
+    assert wan_model.describe("random:ti2v-5b", shift=0).shift == 5.0
+
+
 def test_describe_refuses(checkpoints, tmp_path):
     def broken(index=None, config=None, without=""):
-        """Path of a checkpoint's JSON files with changes."""
+        """Path of a checkpoint of transformers alone, with changes in its JSON files."""
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         for part in ("", "transformer", "transformer_2"):
             name = "config.json" if part else "model_index.json"
@@ -135,19 +154,24 @@ def test_describe_refuses(checkpoints, tmp_path):
             settings = json.loads(Path(checkpoints["i2v"], part, name).read_text())
             settings |= (config if part else index) or {}
             (folder / part).mkdir(parents=True, exist_ok=True)
+            for file in Path(checkpoints["i2v"], part).glob("*.safetensors"):
+                shutil.copy(file, folder / part)
             (folder / part / name).write_text(json.dumps(settings))
         return str(folder)
 
+    channels = broken()
+    for part in ("transformer", "transformer_2"):
+        tiny.make_transformer(20, 0).save_pretrained(Path(channels, part))
     assert wan_model.describe(broken()).kind == "i2v"
     for folder, message in [
         (broken(without="transformer_2"), "transformer_2"),
         (broken(index={"transformer_2": [None, None]}), "without transformer_2: want both experts"),
-        (broken(without="transformer"), "no diffusers checkpoint there"),
+        (broken(without="transformer"), "can't load its model_index.json, transformer or scheduler"),
         (broken(index={"boundary_ratio": None}), "boundary_ratio=None: two experts want one between 0 and 1"),
         (broken(config={"image_dim": 1280}), "CLIP image encoder"),
-        (broken(config={"in_channels": 20}), "in_channels=20, out_channels=16: want in = out"),
+        (channels, "in_channels=20, out_channels=16: want in = out"),
         (str(tmp_path / "nothing" / "here"), "no such folder"),
-        (str(tmp_path), "no diffusers checkpoint there"),
+        (str(tmp_path), "can't load its model_index.json"),
         ("random:wrong", "want random: and one of i2v-a14b, t2v-a14b, t2v-1.3b, ti2v-5b"),
         ("random:i2v-a14b:two", "want random: and one of"),
     ]:
@@ -168,7 +192,7 @@ def is_float32(name):
 def test_dtypes(checkpoints, monkeypatch):
     """bfloat16 but for the modules that Wan keeps in float32: loaded, random, and as diffusers itself does it."""
     small = dict(num_attention_heads=2, attention_head_dim=16, num_layers=2, ffn_dim=64)
-    monkeypatch.setitem(wan_model.RANDOM, "small", dict(experts=1, boundary_ratio=None, **small))
+    monkeypatch.setitem(cost.RANDOM, "small", dict(experts=1, boundary_ratio=None, **small))
     for folder in (checkpoints["i2v"], "random:small"):
         wan = load(folder, torch.bfloat16)
         transformer = wan.experts[wan.expert_names[-1]]
@@ -730,6 +754,22 @@ def test_exported_model_is_a_whole_checkpoint(checkpoints, tmp_path, kind, train
     with pytest.raises(AttributeError):
         wan_model.export_model(folder, wan, {trained[0]: {"x": None}}, RECORD)
     assert not Path(folder, "vae").exists() and load(folder)
+
+
+def test_an_export_inside_the_models_folder_copies_what_the_model_is(checkpoints, tmp_path):
+    """And neither the run that lies there nor what else does."""
+    folder = tmp_path / "i2v"
+    shutil.copytree(checkpoints["i2v"], folder)
+    for name in ("run/metrics.jsonl", "assets/film.mp4", "README.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("something")
+    wan = load(folder)
+    for _ in range(2):
+        wan_model.export(str(folder / "run"), wan, {"low": wan.experts["low"].state_dict()}, 0, 0, "", RECORD)
+    want = {path.relative_to(checkpoints["i2v"]) for path in Path(checkpoints["i2v"]).rglob("*")}
+    assert {path.relative_to(folder / "run/model") for path in (folder / "run/model").rglob("*")} == (
+        want | {Path("nanowan.json")})
+    assert_same(velocities(load(folder / "run/model")), velocities(wan))
 
 
 # ----------------------------------------------------------------------------- arithmetic

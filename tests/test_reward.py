@@ -457,7 +457,7 @@ def test_random_clip_is_the_same_on_every_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(pickscore_model="/nowhere/clip"), "pickscore_model=/nowhere/clip: want a hub id, or a folder"),
+    (dict(pickscore_model="/nowhere/clip"), "pickscore_model=/nowhere/clip: can't load its CLIPModel: want a "),
     (dict(pickscore_frames=0), "pickscore_frames=0: want at least 1"),
 ])
 def test_pickscore_mistakes(clip_folder, options, message):

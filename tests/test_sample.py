@@ -114,10 +114,13 @@ def test_without_a_box_the_three_places_are_named(world, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_where_it_cannot_write_is_found_before_sampling(world, tmp_path):
+def test_where_it_cannot_write_and_what_is_no_video(world, tmp_path):
     (tmp_path / "file").write_text("")
     line = refusal("sample.py", world / "robot.py", demo="demo_7", out=tmp_path / "file/x")
     assert line.startswith(f"error: out={tmp_path}/file/x: ") and "want a folder that can be written" in line
+    huge = dict(guidance_scale=3e38, guidance_scale_2=3e38, num_inference_steps=2)
+    line = refusal("sample.py", world / "robot.py", demo="demo_7", out=tmp_path / "x", **huge)
+    assert line.startswith("error: got NaN or infinity in a sampled video: want ") and files_of(tmp_path) == ["file"]
     line = refusal("sample.py", world / "robot.py", demo="demo_99", out=tmp_path / "x")
     assert "demo=demo_99: not in " in line and "which has 12 demos: demo_" in line
 
@@ -125,7 +128,7 @@ def test_where_it_cannot_write_is_found_before_sampling(world, tmp_path):
 # ----------------------------------------------------------------------------- what weights belong to
 
 CELLS = dict(views="robot0_agentview_right,robot0_agentview_left", cell_height=24, num_frames=9, max_text_tokens=12,
-             negative_prompt="dark")  # all of them others than sample.py's own
+             text_dtype="float32", negative_prompt="dark")  # all of them others than sample.py's own
 SAMPLED = dict(shift=3.0, boundary_ratio=0.8, guidance_scale=2.0, guidance_scale_2=1.5, fps=5)
 STEPS = dict(num_inference_steps=2, seed=3)
 

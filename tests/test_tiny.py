@@ -189,7 +189,7 @@ def test_checkpoints_load_as_released_ones(world, kind, channels, boundary):
         assert pipeline.transformer_2 is None
     else:
         assert not torch.equal(experts[0].proj_out.weight, experts[1].proj_out.weight)
-    assert encoders.latent_geometry(str(world / kind)) == (16, (4, 4, 4))
+    assert encoders.latent_shape(str(world / kind), 5, 16, 16) == (16, 2, 4, 4)
 
 
 def test_the_pipeline_runs(world):

@@ -579,7 +579,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(world, tmp_path):
     shutil.copytree(world / "i2v", tmp_path / "without", dirs_exist_ok=True, ignore=lambda *_: ["transformer_2"])
     (tmp_path / "typo/typo.py").write_text("lr = 1e-3\nmax_stepz = 3\n")
     for change, words in [
-        (dict(model=tmp_path / "without"), "without: model_index.json names transformer_2"),
+        (dict(model=tmp_path / "without"), "without: can't load its transformer_2: "),
         (dict(model=tmp_path / "none"), "none: no such folder"),
         (dict(batch_sizes=3), "--batch_sizes is not a setting of train_i2v_sft.py; the nearest is batch_size"),
         (dict(batch_size="many"), "--batch_size='many': got str, want int"),
