@@ -5,13 +5,12 @@ sizes, content), the box of the pointmaps and the commit. Adapters have it in th
 in nanowan.json, a checkpoint in the settings and the box of its meta.json.
 """
 
-import json
 import os
 
 import adapters
 import checkpoints
 from configurator import git_commit, given
-from guard import UserError, first_line
+from guard import UserError, read_json
 from latent_cache import contents, weights_identity
 
 SETTINGS = (  # of a record: those that sample.py must have too, then those that may be given otherwise
@@ -34,15 +33,6 @@ def belongs_to(wan, config, box=None):
     sizes["dim"] = wan.config["num_attention_heads"] * wan.config["attention_head_dim"]
     return settings_of(config) | sizes | {"kind": wan.kind, "boundary_ratio": wan.boundary_ratio or 0.0, "box": box,
                                           "content of model": content, "commit": git_commit()}
-
-
-def read_json(path, wanted):
-    """-> the dict in a JSON file. UserError where there is none."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return dict(json.load(file))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: {first_line(error)}: want {wanted}") from None
 
 
 def records_of(config):

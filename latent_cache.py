@@ -20,7 +20,7 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 
 from data import join_cells
-from guard import UserError, first_line, write_atomic
+from guard import UserError, first_line, read_json, write_atomic
 from recordings import Window, content_hash, folder_hash, view_names
 
 
@@ -84,11 +84,12 @@ def weights_identity(model, *parts):
 
 def fingerprint_differences(folder, expected):
     """["cell_height was 16, now 32", ...] of what the unit's preparation recorded; None where it was never begun."""
-    try:
-        stored = json.loads((folder / "fingerprint.json").read_text())
-    except FileNotFoundError:
+    path = folder / "fingerprint.json"
+    if not path.exists():
         return ["it has no fingerprint.json"] if any(folder.glob("*.safetensors")) else None
-    except ValueError:
+    try:
+        stored = read_json(path, "what shaped the unit")
+    except UserError:
         return ["its fingerprint.json is damaged"]
     return [f"{name} was {stored[name]}, now {value}" for name, value in expected.items()
             if name in stored and stored[name] != value]
@@ -105,8 +106,8 @@ def write_json(path, value, indent=None):
 def cached_box(cache_dir):
     """The box of a cache's pointmaps, x0 y0 z0 x1 y1 z1 in metres; None where it holds no finished ones."""
     try:
-        return json.loads(Path(cache_dir, "pointmap/index.json").read_text())["box"]
-    except (OSError, ValueError):
+        return read_json(Path(cache_dir, "pointmap/index.json"), "an index").get("box")
+    except UserError:
         return None
 
 
@@ -157,8 +158,8 @@ class LatentCache:
             raise UserError(f"{self.root / unit} is stale: {'; '.join(differences)}: prepare in another cache_dir, or "
                             "replace it with --force=True")
         try:
-            return json.loads((self.root / unit / "index.json").read_text())
-        except (OSError, ValueError):
+            return read_json(self.root / unit / "index.json", "an index")
+        except UserError:
             state = "missing" if differences is None else "unfinished"
             raise UserError(f"{self.root / unit} is {state}: run prepare_robocasa.py with the same settings") from None
 

@@ -20,7 +20,7 @@ from huggingface_hub import save_torch_state_dict, snapshot_download
 
 from adapters import adapter_name, add_lora, clean_name, export_lora, load_lora, read_lora
 from cost import RANDOM
-from guard import UserError, first_line, replace_folder, user_errors
+from guard import UserError, first_line, user_errors, whole
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
 
@@ -250,25 +250,20 @@ def export_model(folder, wan, state_dicts, belongs_to):
     state_dicts: {"high": {name: cpu tensor}, ...}; other experts are copied. belongs_to (of artifacts.py) is its
     nanowan.json. The folder appears whole or not at all.
     """
-    temporary = f"{folder}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
     trained = [FOLDERS[expert] for expert in state_dicts]
-    if wan.model.startswith("random:"):
-        os.makedirs(temporary)
-    else:
-        source = wan.model
-        if not os.path.isdir(source):
-            source = snapshot_download(source, ignore_patterns=[f"{name}/*.safetensors" for name in trained])
-        shutil.copytree(source, temporary, ignore=lambda path, _: trained if os.path.samefile(path, source) else [])
-    for expert, state_dict in state_dicts.items():
-        target = os.path.join(temporary, FOLDERS[expert])
-        os.makedirs(target)
-        save_torch_state_dict(state_dict, target, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
-        with open(os.path.join(target, "config.json"), "w") as file:
-            json.dump({"_class_name": "WanTransformer3DModel", **wan.config}, file, indent=2)
-    with open(os.path.join(temporary, "nanowan.json"), "w") as file:
-        json.dump(belongs_to, file, indent=2)
-    replace_folder(temporary, folder)
+    source = wan.model
+    if not os.path.isdir(source) and not source.startswith("random:"):
+        source = snapshot_download(source, ignore_patterns=[f"{name}/*.safetensors" for name in trained])
+    with whole(folder) as temporary:
+        if os.path.isdir(source):
+            shutil.copytree(source, temporary, ignore=lambda path, _: trained if os.path.samefile(path, source) else [])
+        for expert, state_dict in state_dicts.items():
+            target = temporary / FOLDERS[expert]
+            target.mkdir(parents=True)
+            save_torch_state_dict(state_dict, target, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
+            config = {"_class_name": "WanTransformer3DModel", **wan.config}
+            (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (temporary / "nanowan.json").write_text(json.dumps(belongs_to, indent=2), encoding="utf-8")
 
 
 def export(out_dir, wan, tensors, rank, alpha, targets, belongs_to):

@@ -30,7 +30,7 @@ import geometry
 import video
 from configurator import check_values, configure, given
 from data import check_sizes, open_demos, parse_box, window_cells
-from guard import UserError, hold_folder, writing
+from guard import UserError, hold_folder
 from latent_cache import LatentCache, fingerprint_differences, fingerprints, write_json, write_tensors
 from model import kind_of
 from recordings import Window, evenly
@@ -143,8 +143,7 @@ def run_inspection():
     path = Path(cache_dir, "inspect.png")
     if "data" in given and "cache_dir" not in given:  # the default cache is another's
         path = Path("out", f"inspect_{Path(data).stem}.png")
-    with writing(path.parent, "cache_dir"):
-        video.contact_sheet(path, rows)
+    video.contact_sheet(path, rows)
     print(f"contact sheet {path}: look whether it is upright")
 
     if not has_depth:
