@@ -12,10 +12,8 @@ box, fps. The config file of a run serves here too. Under torchrun the transform
 import os
 import tempfile
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 
 import adapters
 import artifacts
@@ -26,11 +24,12 @@ import flow
 import fsdp
 import latent_cache
 import model as wan_model
+import prompts
 import sampler
 import validate
 import video
 from configurator import check_values, configure
-from guard import UserError
+from guard import UserError, writing
 from recordings import Window
 
 run = ""  # a run's config.json, also without --run=: its settings, and the lora/ or model/ it exported
@@ -39,7 +38,7 @@ lora = ""  # an exported lora/ folder to put on it
 checkpoint = ""  # a run's ckpt/step_NNNNNN to put on it instead: its average with EMA, else its weights
 out = "out/sample"  # writes <out>.mp4 and <out>.png
 # the given frame: images, or a frame of a demonstration (then the recording is shown beside the video)
-images = ""  # an image file a view, separated by commas, resized to the cells
+images = ""  # an image file a view, separated by commas, scaled to cover a cell and cut to its centre
 data = "out/tiny/robot.hdf5"  # HDF5 of demonstrations
 demo = ""  # e.g. demo_7
 start = 0  # frame of the demo to start from
@@ -67,7 +66,7 @@ fps = 8  # frames a second
 dtype = "float32"  # "float32" | "bfloat16"
 compile_blocks = False  # torch.compile each transformer block
 device = "auto"  # "auto" | "cpu" | "cuda"
-config = configure(globals(), also="cache_dir", run="run", recorded=artifacts.recorded)
+config = configure(globals(), also="cache_dir", others="run", recorded=artifacts.recorded)
 
 # ----------------------------------------------------------------------------- checks
 rank, world_size, device = fsdp.init(device)
@@ -117,20 +116,15 @@ with fsdp.all_ranks_agree():
                             f"{record['views'] or 'it has one'}")
         truth, valid = {}, {}
         for i, path in enumerate(images.split(",")):
-            try:
-                pixels = np.array(ImageOps.exif_transpose(Image.open(path.strip())).convert("RGB"))
-            except OSError as error:
-                raise UserError(f"images={path}: {error}") from None
-            truth["rgb", str(i)] = robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)  # 3 1 h w
+            pixels = prompts.read_image(path.strip(), cell_height, cell_width, "images")  # 3 h w
+            truth["rgb", str(i)] = pixels[:, None].to(device)
         if not prompt:
             raise UserError("prompt is empty: want --prompt=...")
     if not os.path.basename(out):
         raise UserError(f"out={out}: want a name without suffix, as in out/sample")
-    try:
+    with writing(out, "out="):
         os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         tempfile.TemporaryFile(dir=os.path.dirname(out) or ".").close()
-    except OSError as error:
-        raise UserError(f"out={out}: {error}: want a folder that can be written") from None
 
 # ----------------------------------------------------------------------------- condition and text
 modalities, view_names = (list(dict.fromkeys(names)) for names in zip(*truth, strict=True))
