@@ -116,7 +116,7 @@ with fsdp.all_ranks_agree():
                             f"{record['views'] or 'it has one'}")
         truth, valid = {}, {}
         for i, path in enumerate(images.split(",")):
-            pixels = prompts.read_image(path.strip(), cell_height, cell_width, "images")  # 3 h w
+            pixels = prompts.read_image(path.strip(), cell_height, cell_width, f"images={images:.200}")  # 3 h w
             truth["rgb", str(i)] = pixels[:, None].to(device)
         if not prompt:
             raise UserError("prompt is empty: want --prompt=...")
