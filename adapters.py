@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from cost import count_parameters
 from fsdp import say
-from guard import UserError, replace_folder
+from guard import UserError, whole
 
 LORA_FILES = {"high": "high_noise", "low": "low_noise", "single": "lora"}  # expert -> exported file name
 
@@ -125,18 +124,17 @@ def export_lora(folder, adapters, rank, alpha, targets, belongs_to):
     adapters: {"high": {"blocks.0.attn1.to_q.lora_A.weight": cpu tensor}, ...}. belongs_to (of artifacts.py) is in the
     metadata of each, as JSON under "nanowan".
     """
-    temporary = f"{folder}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.makedirs(temporary)
     lora = {"transformer.r": rank, "transformer.lora_alpha": alpha,
             "transformer.target_modules": sorted(target.strip() for target in targets.split(","))}  # diffusers' names
-    for expert, tensors in adapters.items():
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        record = {"format": "pt", "nanowan": json.dumps(belongs_to | {"expert": expert})}
-        save_file({f"transformer.{name}": tensor for name, tensor in tensors.items()},
-                  f"{temporary}/{LORA_FILES[expert]}.safetensors", record | {"lora_adapter_metadata": json.dumps(lora)})
-        save_file(comfyui_tensors(tensors, alpha), f"{temporary}/comfyui_{LORA_FILES[expert]}.safetensors", record)
-    replace_folder(temporary, folder)
+    with whole(folder) as temporary:
+        os.makedirs(temporary)
+        for expert, tensors in adapters.items():
+            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            record = {"format": "pt", "nanowan": json.dumps(belongs_to | {"expert": expert})}
+            save_file({f"transformer.{name}": tensor for name, tensor in tensors.items()},
+                      temporary / f"{LORA_FILES[expert]}.safetensors",
+                      record | {"lora_adapter_metadata": json.dumps(lora)})
+            save_file(comfyui_tensors(tensors, alpha), temporary / f"comfyui_{LORA_FILES[expert]}.safetensors", record)
 
 
 # ----------------------------------------------------------------------------- files of any tool

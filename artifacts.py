@@ -5,14 +5,13 @@ sizes, content), the box of the pointmaps and the commit. Adapters have it in th
 in nanowan.json, a checkpoint in the settings and the box of its meta.json.
 """
 
-import json
 import os
 
 import adapters
 import checkpoints
 from configurator import git_commit, given
 from fsdp import say
-from guard import UserError, first_line
+from guard import UserError, read_json
 from latent_cache import contents, weights_identity
 
 BASE = ("kind", "num_layers", "dim", "ffn_dim", "in_channels", "out_channels", "content of model")  # of a record
@@ -64,15 +63,6 @@ def check_start(init_lora, ours):
     for file in adapters.adapter_files(init_lora) if init_lora else ():
         check_base(file.record, ours, file.given)
         say(f"init_lora  {file.name}: {compare(file.record, ours)}")
-
-
-def read_json(path, wanted):
-    """-> the dict in a JSON file. UserError where there is none."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return dict(json.load(file))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: {first_line(error)}: want {wanted}") from None
 
 
 def records_of(config):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import DTensor
 
 from fsdp import all_ranks_agree, is_first, say
-from guard import Diverged, UserError, remove_folder, replace_folder
+from guard import Diverged, UserError, read_json, remove_folder, replace_folder
 
 
 def training_tensors(parameters, optimizer, averages=None, saved=None):
@@ -121,7 +121,7 @@ def save(out_dir, step, tensors, meta, keep_last):
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(temporary, save_distributed=True))
     with one_line_if_disk_fails(final, temporary):
         if is_first():
-            with open(os.path.join(temporary, "meta.json"), "w") as file:
+            with open(os.path.join(temporary, "meta.json"), "w", encoding="utf-8") as file:
                 sizes = {name: os.path.getsize(os.path.join(temporary, name)) for name in sorted(os.listdir(temporary))
                          if name.endswith(".safetensors")}
                 json.dump(meta | {"files": sizes}, file, indent=1)
@@ -160,8 +160,7 @@ def one_line_if_damaged(path):
 def read_meta(path):
     """What save was given as meta. UserError unless all shards are there: DCP would load what it finds."""
     with one_line_if_damaged(path):
-        with open(os.path.join(path, "meta.json")) as file:
-            meta = json.load(file)
+        meta = read_json(os.path.join(path, "meta.json"), "what a checkpoint was saved with")
         for name, size in meta.pop("files", {}).items():
             if (there := os.path.getsize(os.path.join(path, name))) != size:
                 raise ValueError(f"{name}: {there} bytes, want {size}")

@@ -19,39 +19,37 @@ import json
 import operator
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from guard import UserError, hold_folder, show_error, write_atomic
+from guard import UserError, hold_folder, show_error, speak_utf8, write_atomic
 
 TYPES = (bool, int, float, str, tuple)
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv}
 COMPARE = {"at_least": operator.ge, "more_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "h5py")
 defaults = {}  # the script's settings before files and flags
 given = set()  # names of those that files and flags have set
 
 
-def configure(namespace, also="", run="", recorded=None):
+def configure(namespace, also="", others="", recorded=None):
     """Apply sys.argv to the settings in `namespace` (a script's globals()) and return them all as a dict.
 
     also: a setting. Config files are shared with the scripts beside this one that have it, copies among them: what
-    only those know is skipped here. run: the setting that a .json file among the arguments is the value of.
+    only those know is skipped here. others: the setting that arguments which are no config files are the value of.
     recorded: config -> {key: value} for what isn't given. Fills `defaults` and `given`.
     Raises UserError for an unknown key, a wrong type or an unreadable file, and installs the hook that shows it.
     """
     sys.excepthook = show_error
+    speak_utf8()
     script = Path(namespace["__file__"])
     comments = _settings(script)
     config = {key: namespace[key] for key in comments if type(namespace.get(key)) in TYPES}
+    config = {key: _check(key, value, value, "") for key, value in config.items()}
     siblings = functools.cache(lambda: _siblings(script, also))  # nothing is read while all keys are known here
     defaults.clear()
     defaults.update(config)
@@ -62,7 +60,7 @@ def configure(namespace, also="", run="", recorded=None):
             _print_help(namespace.get("__doc__"), config, comments)
         sys.exit(0)
     try:
-        files, flags = _split(sys.argv[1:], run)
+        files, flags = _split(sys.argv[1:], others)
         for where, key, value in [*(line for file in files for line in _assignments(file)), *flags]:
             if key in config:
                 config[key] = _check(key, _value(where, key, value, config[key]), config[key], where)
@@ -92,7 +90,12 @@ def check_values(config, one_of, mistakes=(), **bounds):
              if name in config and not COMPARE[words](config[name], limit)]
     wrong += [f"{name}={config[name]}: want {', '.join(choices[:-1])} or {choices[-1]}"
               for name, choices in one_of.items() if name in config and config[name] not in choices]
-    if wrong := [*wrong, *mistakes]:
+    wrong = [*wrong, *mistakes]
+    for name in [name for name in defaults.keys() - given if config.get(name) == defaults[name]]:
+        start = f"{name}={config[name]}:"
+        wrong = [line.replace(start, f"{start[:-1]} (the default, --{name}= changes it):") if line.startswith(start)
+                 else line for line in wrong]
+    if wrong:
         raise UserError("; ".join(wrong))
 
 
@@ -100,7 +103,8 @@ def save_config(out_dir, config):
     """Write out_dir/config.json: settings, package versions, python, git commit ("-dirty" if edited, null if none)."""
     record = {
         "settings": config,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {package.name: package.version for package in importlib.metadata.distributions()
+                     if package.name in PACKAGES},
         "python": platform.python_version(),
         "commit": git_commit(),
     }
@@ -136,17 +140,17 @@ def _siblings(script, also):
     return found
 
 
-def _split(args, run):
-    """Command line -> config files, [("--", key, text)]; a .json file is the value of the setting `run`."""
-    files, flags, args = [], [], list(args)
+def _split(args, others):
+    """Command line -> config files, [("--", key, text)]; what is neither, comma-joined, is the setting `others`."""
+    files, flags, values, args = [], [], [], list(args)
     while args:
         arg = args.pop(0)
         key, has_value, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("--"):
-            if run and arg.endswith(".json"):
-                flags.append(("--", run, arg))
-            elif arg.endswith(".py"):
+            if arg.endswith(".py"):
                 files.append(arg)
+            elif others and not arg.startswith("-"):
+                values.append(arg)
             else:
                 raise UserError(f"{arg}: want a config file (config/NAME.py) or --key=value")
             continue
@@ -155,7 +159,7 @@ def _split(args, run):
                 raise UserError(f"{arg}: got no value, want {arg}=VALUE (True or False for a switch)")
             text = args.pop(0)
         flags.append(("--", key.replace("-", "_"), text))
-    return files, flags
+    return files, flags + [("--", others, ",".join(values))] * bool(values)
 
 
 def _assignments(file, above=()):
@@ -185,7 +189,7 @@ def _assignments(file, above=()):
         names = getattr(node.value, "value", None)
         if found or not isinstance(names, str):
             raise UserError(f'{where}got {ast.unparse(node)!r}, want base = "NAME.py" above all settings')
-        for path in [Path(file).parent / name.strip() for name in names.split(",")]:
+        for path in [Path(file).parent / os.path.expanduser(name.strip()) for name in names.split(",")]:
             if path.resolve() in above:
                 raise UserError(f"{where}base={names}: {path} is based on this file, want one that isn't")
             if not path.is_file():
@@ -237,6 +241,10 @@ def _check(key, value, default, where):
     if type(value) is not want:
         hint = " (True or False)" if want is bool else f" like {default!r}"
         raise UserError(f"{where}{key}={value!r}: got {type(value).__name__}, want {want.__name__}{hint}")
+    if want is str:
+        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise UserError(f"{where}{key}={value!r}: got what is no letter in UTF-8, want text")
+        return re.sub(r"(^|,\s*)(~[^/,\s]*)(?=/|$)", lambda match: match[1] + os.path.expanduser(match[2]), value)
     if want is tuple and len({type(item) for item in default}) == 1:
         return tuple(_check(f"{key}[{index}]", item, default[0], where) for index, item in enumerate(value))
     return value
@@ -254,18 +262,11 @@ def _print_help(doc, config, comments):
         print(f"  {flag:{width}}  {comments[key]}".rstrip())
 
 
-def _version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def git_commit():
     """Of this code: "-dirty" if edited, None if it is no repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+        run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, encoding="utf-8", timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip() if run.returncode == 0 else None

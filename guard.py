@@ -1,12 +1,15 @@
 """What goes wrong is one line, and what is written is whole: errors, the lock of a run's folder, atomic files."""
 
-import errno
 import fcntl
+import io
+import json
 import os
 import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 DISK_FULL = ("No space left on device", "Disk quota exceeded")  # the system's words, whoever raises them
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer")  # gloo's, in a collective
@@ -24,6 +27,18 @@ class Diverged(UserError):
 def first_line(error):
     """What an error says, for a line about it."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def speak_utf8():
+    """Names of files and words are UTF-8, whatever the locale is; no print fails where a terminal can't show a letter.
+
+    Before anything is done: where the locale isn't UTF-8, the process begins anew with Python's UTF-8 mode on.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONUTF8": "1"})
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def show_error(kind, error, trace):
@@ -47,11 +62,43 @@ def show_error(kind, error, trace):
 
 
 @contextmanager
-def writing(folder, name):
+def writing(path, name=""):
+    """Where the inside can't write to path, a file or folder, that is one line. name: "out_dir=", of its setting."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{name}={folder}: cannot write there ({error.strerror}), choose another folder") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        full = any(words in str(error) for words in DISK_FULL)
+        remedy = "free some space and run again" if full else "choose another folder"
+        raise UserError(f"{name}{path}: cannot write there ({reason:.200}): {remedy}") from None
+
+
+@contextmanager
+def whole(path):
+    """-> a name beside path for a file or a folder, which gets path's own name when all of it is written.
+
+    What fails leaves nothing behind, and is a UserError where the disk is why. A kill leaves NAME.tmp, until next time.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            yield temporary
+            if temporary.is_dir():
+                remove_folder(path)
+            os.replace(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_atomic(path, content):
+    """bytes -> path, whole or not at all; UserError where the disk is full or read-only."""
+    with whole(path) as temporary:
+        temporary.write_bytes(content)
 
 
 _held = []  # open files, locked until they are closed or this process ends
@@ -59,7 +106,7 @@ _held = []  # open files, locked until they are closed or this process ends
 
 def hold_folder(folder, name="out_dir"):
     """Two runs in one folder would write over each other: the second is refused. name: of the folder's setting."""
-    with writing(folder, name):
+    with writing(folder, f"{name}="):
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder, ".lock"), "a")  # noqa: SIM115
     try:
@@ -93,15 +140,26 @@ def replace_folder(temporary, final):
     os.replace(temporary, final)
 
 
-def write_atomic(path, content):
-    """bytes -> path, whole or not at all; UserError where the disk is full or read-only."""
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+# ----------------------------------------------------------------------------- JSON
+
+
+def parse_json(text, where, wanted):
+    """JSON, str or bytes -> the dict in it. UserError, saying where, for what is damaged, no object, or no Unicode."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no letter
+        if isinstance(value, dict):
+            return value
+        reason = "no object"
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
+        reason = first_line(error)
+    raise UserError(f"{where}: got {text[:40]!r} ({reason}), want {wanted}")
+
+
+def read_json(path, wanted):
+    """The dict in a JSON file, as parse_json reads it."""
+    try:
+        text = Path(path).read_bytes()
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space and run again: it continues" if full else "choose another folder"
-        raise UserError(f"{path}: cannot write ({error.strerror}): {remedy}") from None
+        raise UserError(f"{path}: {error.strerror}: want {wanted}") from None
+    return parse_json(text, path, wanted)

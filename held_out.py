@@ -10,6 +10,7 @@ import flow
 import fsdp
 import reward
 import video
+from guard import whole
 
 
 def score(sampler, rewards, prompts, config, iteration, rank, world_size):
@@ -28,13 +29,13 @@ def score(sampler, rewards, prompts, config, iteration, rank, world_size):
         texts, metadata = [prompts.prompts[i] for i in lines], [prompts.metadata[i] for i in lines]
         with fsdp.all_ranks_agree():
             scores = reward.score(rewards, videos, texts, metadata)
+            for i, line, frames, counts in zip(chosen, lines, videos, weight, strict=True):
+                if counts and i < config["num_eval_videos"]:
+                    frames = video.to_uint8(2 * frames.transpose(0, 1) - 1)
+                    given = video.to_uint8(prompts.image(line)[:, None]) if prompts.needs_image else frames[:1]
+                    write_before_and_after(config, iteration, i, frames, given, prompts.prompts[line])
         for name, values in scores.items():
             sums[name] += [(weight * values.double().numpy()).sum(), (weight * values.double().numpy() ** 2).sum()]
-        for i, line, frames, counts in zip(chosen, lines, videos, weight, strict=True):
-            if counts and i < config["num_eval_videos"]:
-                frames = video.to_uint8(2 * frames.transpose(0, 1) - 1)
-                given = video.to_uint8(prompts.image(line)[:, None]) if prompts.needs_image else frames[:1]
-                write_before_and_after(config, iteration, i, frames, given, prompts.prompts[line])
     means, errors, count = {}, {}, config["num_eval_samples"]
     for name, (total, squares) in sums.items():
         total, squares = fsdp.reduce_sum([total, squares])
@@ -53,7 +54,8 @@ def write_before_and_after(config, iteration, i, frames, given, prompt):
     os.makedirs(folder, exist_ok=True)
     before = os.path.join(folder, f"before_{i}.npy")
     if iteration == 0:
-        np.save(before, frames, allow_pickle=False)
+        with whole(before) as temporary, open(temporary, "wb") as file:
+            np.save(file, frames, allow_pickle=False)
     untrained = np.load(before, allow_pickle=False) if os.path.exists(before) else np.zeros_like(frames)
     path = os.path.join(folder, f"step_{iteration:06d}_{i}")
     video.write_mp4(f"{path}.mp4", np.concatenate([untrained, frames], axis=2), config["fps"])

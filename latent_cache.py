@@ -20,7 +20,7 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 
 from data import join_cells
-from guard import UserError, first_line, write_atomic
+from guard import UserError, first_line, read_json, write_atomic
 from recordings import Window, content_hash, folder_hash, view_names
 
 
@@ -82,23 +82,23 @@ def weights_identity(model, *parts):
     return f"{model}@{config.parent.parent.name}"
 
 
-def read_json(path):
-    """{} where it isn't there or is damaged."""
+def stored(path):
+    """The dict in a JSON file of a cache, {} where it isn't there or is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path, "what a preparation wrote")
+    except UserError:
         return {}
 
 
 def check_unit(folder, expected, force=False):
     """Whether a unit's preparation recorded something else than `expected`, which is a UserError unless force; None
     where it was never begun. What it didn't record, as an older one didn't all, isn't compared."""
-    stored = read_json(folder / "fingerprint.json")
-    if not stored and not any(folder.glob("*.safetensors")):
+    recorded = stored(folder / "fingerprint.json")
+    if not recorded and not any(folder.glob("*.safetensors")):
         return None
-    differences = [] if stored else ["it has no whole fingerprint.json"]
-    differences += [f"{name} was {stored[name]}, now {value}" for name, value in expected.items()
-                    if name in stored and stored[name] != value]
+    differences = [] if recorded else ["it has no whole fingerprint.json"]
+    differences += [f"{name} was {recorded[name]}, now {value}" for name, value in expected.items()
+                    if name in recorded and recorded[name] != value]
     if differences and not force:
         raise UserError(f"{folder} is stale: {'; '.join(differences)}: prepare in another cache_dir, or replace it "
                         "with prepare_robocasa.py --force=True")
@@ -124,7 +124,7 @@ def write_json(path, value, indent=None):
 
 def cached_box(cache_dir):
     """The box of a cache's pointmaps, x0 y0 z0 x1 y1 z1 in metres; None where it holds no finished ones."""
-    return read_json(Path(cache_dir, "pointmap/index.json")).get("box")
+    return stored(Path(cache_dir, "pointmap/index.json")).get("box")
 
 
 def spread(windows):
@@ -169,7 +169,7 @@ class LatentCache:
 
     def _read_index(self, unit, expected):
         stale = check_unit(self.root / unit, expected)
-        if index := read_json(self.root / unit / "index.json"):
+        if index := stored(self.root / unit / "index.json"):
             return index
         state = "missing" if stale is None else "unfinished"
         raise UserError(f"{self.root / unit} is {state}: run prepare_robocasa.py with the same settings")

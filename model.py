@@ -23,7 +23,7 @@ import fsdp
 import pretrained
 from adapters import adapter_name, add_lora, clean_name, export_lora, load_lora, read_lora
 from cost import random_shape
-from guard import UserError, replace_folder
+from guard import UserError, whole
 
 FOLDERS = {"high": "transformer", "low": "transformer_2", "single": "transformer"}  # expert -> checkpoint subfolder
 
@@ -242,25 +242,21 @@ def export_model(folder, wan, state_dicts, belongs_to):
     state_dicts: {"high": {name: cpu tensor}, ...}; other experts are copied. belongs_to (of artifacts.py) is its
     nanowan.json. The folder appears whole or not at all.
     """
-    temporary = f"{folder}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.makedirs(temporary)
-    if not wan.model.startswith("random:"):
-        index = DiffusionPipeline.load_config(wan.model)
-        with open(os.path.join(temporary, "model_index.json"), "w") as file:
-            json.dump(index, file, indent=2)
-        named = {part for part, of in index.items() if isinstance(of, list | tuple) and of[0]}
-        for part in named - {FOLDERS[expert] for expert in state_dicts}:  # the run's own folder may lie among them
-            shutil.copytree(pretrained.folder_of(wan.model, part), os.path.join(temporary, part))
-    for expert, state_dict in state_dicts.items():
-        target = os.path.join(temporary, FOLDERS[expert])
-        os.makedirs(target)
-        save_torch_state_dict(state_dict, target, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
-        with open(os.path.join(target, "config.json"), "w") as file:
-            json.dump({"_class_name": "WanTransformer3DModel", **wan.config}, file, indent=2)
-    with open(os.path.join(temporary, "nanowan.json"), "w") as file:
-        json.dump(belongs_to, file, indent=2)
-    replace_folder(temporary, folder)
+    with whole(folder) as temporary:
+        temporary.mkdir()
+        if not wan.model.startswith("random:"):
+            index = DiffusionPipeline.load_config(wan.model)
+            (temporary / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+            named = {part for part, of in index.items() if isinstance(of, list | tuple) and of[0]}
+            for part in named - {FOLDERS[expert] for expert in state_dicts}:  # the run's own folder may lie among them
+                shutil.copytree(pretrained.folder_of(wan.model, part), temporary / part)
+        for expert, state_dict in state_dicts.items():
+            target = temporary / FOLDERS[expert]
+            target.mkdir()
+            save_torch_state_dict(state_dict, target, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
+            config = {"_class_name": "WanTransformer3DModel", **wan.config}
+            (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (temporary / "nanowan.json").write_text(json.dumps(belongs_to, indent=2), encoding="utf-8")
 
 
 def export(out_dir, wan, trained, rank, alpha, targets, belongs_to):

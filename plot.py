@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from guard import write_atomic
+from guard import UserError, read_json, show_error, speak_utf8, whole, write_atomic, writing
 
 COLOURS = {"high": "tab:red", "low": "tab:blue", "reward": "tab:green", "grad_norm": "tab:purple"}  # of one run
 SIGMA_BIN = "val_loss/sigma "
@@ -62,7 +62,7 @@ class MetricsLog:
         return any(row["step"] == step and any(key.startswith(prefix) for key in row) for row in self.kept)
 
     def write(self, row):
-        with open(self.path, "a", encoding="utf-8") as file:
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(_as_line(row))
 
 
@@ -81,7 +81,7 @@ def read_metrics(out_dir):
     for line in Path(out_dir, "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             continue
@@ -113,11 +113,12 @@ def _save(figure, path):
     for axes in figure.axes:
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize="small")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {path}: {error}: want a picture in a folder that can be written to, as in out/mean.png")
-    return Path(path)
+    path, kinds = Path(path), figure.canvas.get_supported_filetypes()
+    if (kind := path.suffix[1:].lower()) not in kinds:
+        raise UserError(f"{path}: want a picture's name with one of .{', .'.join(kinds)}")
+    with whole(path) as temporary:
+        figure.savefig(temporary, format=kind)
+    return path
 
 
 def draw_curves(out_dir, path=None):
@@ -182,8 +183,8 @@ def _what_differs(runs):
     settings = []
     for path in (Path(run, "config.json") for run in runs):
         try:
-            settings.append(dict(json.loads(path.read_text(encoding="utf-8"))["settings"]) if path.exists() else {})
-        except (OSError, ValueError, KeyError, TypeError):
+            settings.append(dict(read_json(path, "a run's")["settings"]) if path.exists() else {})
+        except (ValueError, KeyError, TypeError):
             sys.exit(f"error: {path}: got no settings in it, want it as the run wrote it: restore it, or remove it")
     known = [found for found in settings if found]
     names = [name for name in dict.fromkeys(name for found in known for name in found) if name not in ASIDE]
@@ -253,6 +254,8 @@ def draw_mean(path, runs):
 
 
 if __name__ == "__main__":
+    speak_utf8()
+    sys.excepthook = show_error
     options = dict(arg.partition("=")[::2] for arg in sys.argv[1:] if arg.startswith("-"))
     runs = list(dict.fromkeys(arg for arg in sys.argv[1:] if not arg.startswith("-")))
     if not runs or {"-h", "--help"} & set(options):

@@ -29,7 +29,7 @@ import geometry
 import video
 from configurator import check_values, configure, given
 from data import open_demos, parse_box, window_cells
-from guard import UserError, hold_folder, writing
+from guard import UserError, hold_folder
 from latent_cache import LatentCache, check_unit, fingerprints, is_whole, write_json, write_tensors
 from model import describe
 from recordings import Window, evenly
@@ -142,8 +142,7 @@ def run_inspection():
     path = Path(cache_dir, "inspect.png")
     if "data" in given and "cache_dir" not in given:  # the default cache is another's
         path = Path("out", f"inspect_{Path(data).stem}.png")
-    with writing(path.parent, "cache_dir"):
-        video.contact_sheet(path, rows)
+    video.contact_sheet(path, rows)
     print(f"contact sheet {path}: look whether it is upright")
     for line in lines:
         print(line)

@@ -3,14 +3,46 @@
     {"input": "A camera moves around the subject.", "metadata": {"image_path": "images/frame.jpg"}}
 """
 
-import json
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from guard import UserError, first_line
+from guard import UserError, first_line, parse_json
+
+
+def open_image(path, where, quick=False):
+    """A given image as Pillow's RGB: upright by its EXIF, the first of several, on white where it's transparent.
+
+    All of it is decoded (quick: a JPEG at an eighth of its size). UserError, which says where it was named.
+    """
+    if not os.path.isfile(path):
+        what = "a folder" if os.path.isdir(path) else "which is not there"
+        raise UserError(f"{where}: got image {str(path):.300}, {what}, want a file: an image")
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"mode {image.mode}: more than 8 bits a pixel's channel")
+            if quick:
+                image.draft("RGB", (1, 1))
+            image = ImageOps.exif_transpose(image)
+            if image.has_transparency_data:
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image.convert("RGBA"))
+            return image.convert("RGB")
+    except Exception as error:  # decoders raise what they like where a file is damaged
+        raise UserError(f"{where}: got image {path} ({first_line(error)}), want one that opens") from None
+
+
+def read_image(path, height, width, where):
+    """A given image -> 3 height width float32 in -1..1, by open_image.
+
+    Scaled to cover height x width, bicubic and antialiased, then cut to the centre: never stretched.
+    """
+    image = ImageOps.fit(open_image(path, where), (width, height), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 class Prompts:
@@ -33,7 +65,7 @@ class Prompts:
             if line.strip():
                 prompt, metadata = self._parse(line, number)
                 if needs_image and metadata["image_path"] not in opened:  # groups of prompts often share an image
-                    self._open(metadata, number, quick=True)
+                    open_image(self._path(metadata), f"{path}:{number}", quick=True)
                     opened.add(metadata["image_path"])
                 self.prompts.append(prompt)
                 self.metadata.append(metadata)
@@ -46,12 +78,7 @@ class Prompts:
 
     def _parse(self, line, number):
         where = f"{self.path}:{number}"
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: got {line[:40]!r}, want JSON ({error})") from None
-        if not isinstance(entry, dict):
-            raise UserError(f'{where}: got {line[:40]!r}, want an object {{"input": prompt, "metadata": {{}}}}')
+        entry = parse_json(line, where, 'an object {"input": prompt, "metadata": {}}')
         prompt, metadata = entry.get("input"), entry.get("metadata", {})
         if not isinstance(prompt, str) or not prompt.strip():
             raise UserError(f"{where}: got input {prompt!r}, want the prompt, some text")
@@ -62,32 +89,13 @@ class Prompts:
             raise UserError(f"{where}: got image_path {image_path!r} in metadata, want the given image's file")
         return prompt, metadata
 
-    def _open(self, metadata, number, quick=False):
-        """The image of a line, fully decoded (quick: a JPEG at an eighth of its size, all of the file still read)."""
-        path = self.path.parent / metadata["image_path"]  # an absolute image_path stays as it is
-        if not path.is_file():
-            what = "a folder" if path.is_dir() else "which is not there"
-            raise UserError(f"{self.path}:{number}: got image {path}, {what}, want a file's path relative to "
-                            f"{self.path.name}")
-        try:
-            with Image.open(path) as image:
-                if image.mode.startswith(("I", "F")):
-                    raise ValueError(f"mode {image.mode}: more than 8 bits a pixel's channel")
-                if quick:
-                    image.draft("RGB", (1, 1))
-                return ImageOps.exif_transpose(image.convert("RGB"))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = first_line(error)
-            raise UserError(f"{self.path}:{number}: got image {path} ({reason}), want one that opens") from None
+    def _path(self, metadata):
+        return self.path.parent / os.path.expanduser(metadata["image_path"])  # an absolute one stays as it is
 
     def image(self, index):
-        """The given image of a line -> 3 h w float32 in -1..1.
-
-        Scaled to cover height x width, bicubic and antialiased, then cut to the centre: never stretched.
-        """
-        image = self._open(self.metadata[index], self.lines[index])
-        image = ImageOps.fit(image, (self.width, self.height), Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+        """The given image of a line -> 3 h w float32 in -1..1, see read_image."""
+        where = f"{self.path}:{self.lines[index]}"
+        return read_image(self._path(self.metadata[index]), self.height, self.width, where)
 
     def given(self, index):
         """The given frame of a line, cell by cell -> {(modality, view): 3 h w in -1..1}."""

@@ -14,10 +14,8 @@ Tried on video files, whose compression, and enlarging of small ones, moves the 
 
 import difflib
 import functools
-import hashlib
 import http.client
 import io
-import itertools
 import json
 import math
 import re
@@ -30,64 +28,73 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
 import fsdp
 import pretrained
 from configurator import configure
-from guard import UserError
+from guard import UserError, first_line, parse_json
 from task_rewards import ball, ball_success, first_frame, jpeg, smoothness, uint8_frames, views
 from video import read_mp4
-
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-CLIP_SIZE, CLIP_BATCH = 224, 32  # pixels; frames in one forward
 
 # ----------------------------------------------------------------------------- PickScore, arXiv 2305.01569
 
 
 @functools.lru_cache(maxsize=1)  # rewards that are trained on and held-out ones share it
 def load_clip(model, device):
-    """-> (tokenizer, frozen CLIPModel). "random": CLIP-ViT-H-14 in full size with random weights, to measure with."""
+    """-> (tokenizer, image processor, frozen CLIPModel). "random": CLIP-ViT-H-14 in full size with random weights, to
+    measure with. A folder without a preprocessor_config.json gets CLIP's own at its image_size, which a line says.
+    """
     if model == "random":
         text = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
         vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16)
         vision, both = vision | dict(patch_size=14), dict(hidden_act="gelu", projection_dim=1024)
         config = CLIPConfig(text_config=text | both, vision_config=vision | both, projection_dim=1024)
-        return hash_tokenizer, pretrained.draw(lambda: CLIPModel(config), torch.float32, device)
+        return same_tokens, CLIPImageProcessorPil(), pretrained.draw(lambda: CLIPModel(config), torch.float32, device)
     own = any((Path(model) / name).exists() for name in pretrained.VOCABULARIES)
     _, skeleton = pretrained.check(CLIPModel, model, "", "pickscore_model")
     tokenizer = pretrained.load_tokenizer(model if own else "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "",
                                           skeleton.config.text_config.vocab_size, "pickscore_model")
-    return tokenizer, pretrained.load(CLIPModel, model, "", torch.float32, device, "pickscore_model")
+    clip = pretrained.load(CLIPModel, model, "", torch.float32, device, "pickscore_model")
+    size = clip.config.vision_config.image_size
+    try:
+        processor = CLIPImageProcessorPil.from_pretrained(model)
+    except OSError as error:
+        processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=size)
+        print(f"{model}: taking CLIP's image processor, at {size} pixels ({first_line(error)})", file=sys.stderr)
+    try:
+        ramp = torch.linspace(0, 1, 6 * size**2).view(1, 3, size, 2 * size)
+        pixels, wanted = clip_pixels(ramp, processor), processor(uint8_frames(ramp[None])[0, 0], return_tensors="pt")
+        if pixels.shape[2:] != (size, size) or (pixels - wanted["pixel_values"]).abs().max() > 0.1:
+            raise ValueError(f"its image processor doesn't resize, cut to {size} x {size} and normalise as CLIP's do")
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"pickscore_model={model}: want CLIP's kind of image processor ({first_line(error)})") from error
+    return tokenizer, processor, clip
 
 
-def hash_tokenizer(prompts, **options):
-    """Stands in for CLIP's where no vocabulary is at hand: a word's number is its hash."""
-    rows = []
-    for prompt in prompts:
-        hashes = [hashlib.sha256(word.encode()).digest() for word in prompt.lower().split()[:75]]
-        words = [1 + int.from_bytes(digest[:7], "big") % 49404 for digest in hashes]
-        rows.append(torch.tensor([49406, *words, 49407]))
-    ids = pad_sequence(rows, batch_first=True, padding_value=-1)
-    return {"input_ids": ids.where(ids >= 0, 49407), "attention_mask": ids >= 0}
+def same_tokens(prompts, **options):
+    """Stands in for a tokenizer where no vocabulary is at hand: to measure with, all prompts are alike."""
+    return {"input_ids": torch.tensor([[49406] * 76 + [49407]] * len(prompts))}
 
 
-def clip_pixels(frames):
-    """n 3 h w in 0..1 -> n 3 224 224 as CLIPImageProcessor gives it: 8 bits, shorter side to 224, bicubic, centre.
+def clip_pixels(frames, processor):
+    """n 3 h w in 0..1 -> n 3 H W as a CLIPImageProcessor gives it: 8 bits, resized, the centre, normalised.
 
     In torch, because the frames are on the GPU; equal to Pillow but for a level or two of 255 here and there.
     """
     height, width = frames.shape[-2:]
-    short = min(height, width)
+    edge, crop = processor.size["shortest_edge"], (processor.crop_size["height"], processor.crop_size["width"])
+    size = (edge * height // min(height, width), edge * width // min(height, width))
+    mode = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}[processor.resample]
     frames = (frames.float().clamp(0, 1) * 255).round()
-    size = (CLIP_SIZE * height // short, CLIP_SIZE * width // short)
     for shape in ((height, size[1]), size):  # across, then down, each rounded and clipped, as Pillow does it
-        frames = F.interpolate(frames, shape, mode="bicubic", antialias=True).round().clamp(0, 255)
-    top, left = (size[0] - CLIP_SIZE) // 2, (size[1] - CLIP_SIZE) // 2
-    frames = frames[..., top : top + CLIP_SIZE, left : left + CLIP_SIZE] / 255
-    mean, std = (torch.tensor(values, device=frames.device)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+        frames = F.interpolate(frames, shape, mode=mode, antialias=True).round().clamp(0, 255)
+    top, left = (size[0] - crop[0]) // 2, (size[1] - crop[1]) // 2
+    frames = frames[..., top : top + crop[0], left : left + crop[1]] / 255
+    mean, std = (torch.tensor(values, device=frames.device)[:, None, None]
+                 for values in (processor.image_mean, processor.image_std))
     return (frames - mean) / std
 
 
@@ -96,7 +103,7 @@ def load_pickscore(name, config, device):
     num_frames = config["pickscore_frames"]
     if num_frames < 1:
         raise UserError(f"pickscore_frames={num_frames}: want at least 1")
-    tokenizer, clip = load_clip(config["pickscore_model"], str(device))
+    tokenizer, processor, clip = load_clip(config["pickscore_model"], str(device))
 
     def pickscore(videos, prompts, metadata):
         first = min(1, videos.shape[1] - 1)  # frame 0 is given, unless it is all there is
@@ -104,15 +111,16 @@ def load_pickscore(name, config, device):
         chosen = torch.linspace(first, videos.shape[1] - 1, count).round().long()
         frames = videos[:, chosen.to(videos.device)].flatten(0, 1)  # b*k 3 h w
         images = []
-        for batch in frames.split(CLIP_BATCH):
-            pixels = clip_pixels(batch.to(clip.device))
+        for batch in frames.split(32):
+            pixels = clip_pixels(batch.to(clip.device), processor)
             images.append(clip.get_image_features(pixel_values=pixels).pooler_output)
         images = F.normalize(torch.cat(images), dim=-1).unflatten(0, (len(videos), count))  # b k d
 
         distinct = list(dict.fromkeys(prompts))  # a group shares its prompt
-        tokens = tokenizer(distinct, padding=True, truncation=True, max_length=77, return_tensors="pt")
-        tokens = {key: tokens[key].to(clip.device) for key in ("input_ids", "attention_mask")}
-        texts = F.normalize(clip.get_text_features(**tokens).pooler_output, dim=-1)
+        tokens = tokenizer(distinct, padding=True, truncation=True, return_tensors="pt",
+                           max_length=clip.config.text_config.max_position_embeddings)
+        texts = clip.get_text_features(input_ids=tokens["input_ids"].to(clip.device))  # causal: padding isn't seen
+        texts = F.normalize(texts.pooler_output, dim=-1)
         texts = texts[[distinct.index(prompt) for prompt in prompts]]  # b d
         return clip.logit_scale.exp() * torch.einsum("bkd,bd->b", images, texts) / count / 26
 
@@ -216,12 +224,8 @@ def parse_rewards(spec, setting="rewards"):
 class Settings(dict):
     """A script's settings as the loader of a reward gets them: one that isn't there is one line, no KeyError."""
 
-    def __init__(self, config, reward):
-        super().__init__(config)
-        self.reward = reward
-
     def __missing__(self, setting):
-        raise UserError(f"reward {self.reward}: got no setting {setting}, want it among those of the script")
+        raise UserError(f"reward {self['reward']}: got no setting {setting}, want it among those of the script")
 
 
 def load_rewards(names, config, device="cpu"):
@@ -230,7 +234,8 @@ def load_rewards(names, config, device="cpu"):
     config: the script's settings, {name: value}.
     """
     names = dict(parse_rewards(names)) if isinstance(names, str) else names
-    return {name: REWARDS["http" if is_url(name) else name](name, Settings(config, name), device) for name in names}
+    loaders = {name: REWARDS["http" if is_url(name) else name] for name in names}
+    return {name: load(name, Settings(config, reward=name), device) for name, load in loaders.items()}
 
 
 @torch.no_grad()
@@ -286,6 +291,7 @@ def group_advantages(rewards, groups, global_std=False, clip=5.0):
 
 # ----------------------------------------------------------------------------- tried on video files
 
+clips = ""  # video files, comma-separated, also without --clips=
 rewards = "smoothness:1.0,first_frame:1.0"  # name:weight, comma-separated
 prompt = ""  # what the clips should show
 metadata = "{}"  # JSON object, as in a prompt file
@@ -295,25 +301,11 @@ reward_timeout = 60.0  # seconds an http reward may take
 device = "auto"  # "auto" | "cpu" | "cuda"
 
 
-def take_clips():
-    """Takes out of the command line, and returns, what is neither a setting, a setting's value nor a config file."""
-    clips, others = [], sys.argv[:1]
-    for before, word in itertools.pairwise(sys.argv):
-        is_value = before.startswith("--") and "=" not in before
-        is_clip = not is_value and not word.startswith("-") and not word.endswith(".py")
-        (clips if is_clip else others).append(word)
-    sys.argv = others
-    return clips
-
-
-def try_rewards(clips, config):
-    """Paths, settings: prints what each reward says of each clip, then the weighted sums."""
+def try_rewards(config):
+    """Print what each reward says of each clip, then the weighted sums."""
     weights = parse_rewards(config["rewards"])
-    try:
-        entry = {**json.loads(config["metadata"])}
-    except (ValueError, TypeError, RecursionError):  # no JSON, no object
-        wanted = """want a JSON object like {"colour": "red", "direction": "left"}"""
-        raise UserError(f"metadata={config['metadata']:.60}: {wanted}") from None
+    entry = parse_json(config["metadata"], "metadata", 'a JSON object like {"colour": "red", "direction": "left"}')
+    clips = [clip.strip() for clip in config["clips"].split(",") if clip.strip()]
     if not clips:
         raise UserError("got no clip, want python reward.py clip.mp4 --rewards=...")
     *_, device = fsdp.init(config["device"])
@@ -329,5 +321,4 @@ def try_rewards(clips, config):
 
 
 if __name__ == "__main__":
-    clips = take_clips()
-    try_rewards(clips, configure(globals(), also="rewards"))
+    try_rewards(configure(globals(), also="rewards", others="clips"))

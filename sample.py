@@ -13,10 +13,8 @@ import os
 import tempfile
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 
 import adapters
 import artifacts
@@ -27,11 +25,12 @@ import flow
 import fsdp
 import latent_cache
 import model as wan_model
+import prompts
 import sampler
 import validate
 import video
 from configurator import check_values, configure
-from guard import UserError
+from guard import UserError, writing
 from recordings import Window
 
 run = ""  # a run's config.json, also without --run=: its settings, and the lora/ or model/ it exported
@@ -40,7 +39,7 @@ lora = ""  # adapters to put on it, PATH[:high|low|both][:WEIGHT],...: a run's l
 checkpoint = ""  # a run's ckpt/step_NNNNNN to put on it instead: its average with EMA, else its weights
 out = "out/sample"  # writes <out>.mp4 and <out>.png
 # the given frame: images, or a frame of a demonstration (then the recording is shown beside the video)
-images = ""  # an image file a view, in the order of views, separated by commas, resized to the cells
+images = ""  # an image file a view, in their order, separated by commas, scaled to cover a cell and cut to its centre
 data = "out/tiny/robot.hdf5"  # HDF5 of demonstrations
 allow_external = False  # read what it keeps in other files
 demo = ""  # e.g. demo_7
@@ -70,17 +69,7 @@ fps = 8  # frames a second
 dtype = "float32"  # "float32" | "bfloat16"
 compile_blocks = False  # torch.compile each transformer block
 device = "auto"  # "auto" | "cpu" | "cuda"
-config = configure(globals(), also="cache_dir", run="run", recorded=artifacts.recorded)
-
-
-def given_cell(path):
-    """A given image -> 3 1 h w in -1..1."""
-    try:
-        pixels = np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
-    except OSError as error:
-        raise UserError(f"images={path}: {error}") from None
-    return robot_data.rgb_cell(pixels[None], cell_height, cell_width, device)
-
+config = configure(globals(), also="cache_dir", others="run", recorded=artifacts.recorded)
 
 # ----------------------------------------------------------------------------- checks
 rank, world_size, device = fsdp.init(device)
@@ -128,16 +117,15 @@ with fsdp.all_ranks_agree():
         paths, names = images.split(","), views.split(",")
         if len(paths) != len(names):
             raise UserError(f"images={images}: got {len(paths)}, want one a view: {views or '(one view)'}")
-        truth, valid = {("rgb", str(i)): given_cell(path.strip()) for i, path in enumerate(paths)}, {}  # 3 1 h w each
+        pixels = [prompts.read_image(path.strip(), cell_height, cell_width, f"images={images:.200}") for path in paths]
+        truth, valid = {("rgb", str(i)): cell[:, None].to(device) for i, cell in enumerate(pixels)}, {}  # 3 1 h w each
         if not prompt:
             raise UserError("prompt is empty: want --prompt=...")
     if not os.path.basename(out):
         raise UserError(f"out={out}: want a name without suffix, as in out/sample")
-    try:
+    with writing(out, "out="):
         os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         tempfile.TemporaryFile(dir=os.path.dirname(out) or ".").close()
-    except OSError as error:
-        raise UserError(f"out={out}: {error}: want a folder that can be written") from None
 
 # ----------------------------------------------------------------------------- condition and text
 modalities, view_names = (list(dict.fromkeys(names)) for names in zip(*truth, strict=True))

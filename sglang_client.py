@@ -140,7 +140,7 @@ class SGLangClient:
         """Where the servers are now: none while a launched one isn't up. UserError once it has been given up."""
         if not self.url_file:
             return self.urls
-        with open(self.url_file) as file:
+        with open(self.url_file, encoding="utf-8") as file:
             text = file.read()
         if text.startswith("error "):
             raise UserError(text.removeprefix("error "))

@@ -295,7 +295,7 @@ def main():
     transformers.logging.set_verbosity_error()  # it would tell that torchvision is missing, which nothing here needs
     transformers.logging.disable_progress_bar()
     folder = Path(out)
-    with writing(out, "out"):
+    with writing(out, "out="):
         folder.mkdir(parents=True, exist_ok=True)
         if robot:
             return make_robot_models(folder)

@@ -317,10 +317,11 @@ def evaluate(iteration):
     say(f"eval {iteration:03d}/{max_iterations} | "
         + " | ".join(f"{name} {means[name]:.4f} +- {errors[name]:.4f}" for name in means)
         + f" | {num_eval_samples} held-out videos, {time.time() - started:.1f} s")
-    if is_main:
-        metrics.write({"step": iteration, **{f"eval/{name}": mean for name, mean in means.items()},
-                       **{f"eval_error/{name}": error for name, error in errors.items()}})
-        draw_curves(out_dir)
+    with fsdp.all_ranks_agree():  # its disk may be full
+        if is_main:
+            metrics.write({"step": iteration, **{f"eval/{name}": mean for name, mean in means.items()},
+                           **{f"eval_error/{name}": error for name, error in errors.items()}})
+            draw_curves(out_dir)
 
 
 export = partial(wan_model.export, out_dir, policy, ema.shadow if ema else parameters, lora_rank, lora_alpha,
@@ -432,8 +433,9 @@ for iteration in range(start_iteration, max_iterations):
     say(f"step {done:03d}/{max_iterations} | reward {row['reward']:.3f} +- {row['reward_std']:.3f}"
         f" | ratio {row.get('ratio', math.nan):.4f} | clip {row.get('clip_fraction', math.nan):.2f}{kl}"
         f" | gnorm {row.get('grad_norm', math.nan):.1e} | {phase.line()}")
-    if is_main:
-        metrics.write(row)
+    with fsdp.all_ranks_agree():
+        if is_main:
+            metrics.write(row)
     if loop.due(save_interval, done, max_iterations) or loop.due(eval_interval, done, max_iterations):
         save(done)  # before evaluating, which may take longer than a scheduler waits
     if loop.due(eval_interval, done, max_iterations):

@@ -265,9 +265,10 @@ def evaluate(step):
                 bounds.update(validate.floor_and_ceiling(cache, demos, config, rank, world_size, device))
             row |= bounds
     say(f"eval {step:04d}/{max_steps} | {validate.in_a_line(row)} | {time.time() - started:.1f} s")
-    if is_main:
-        metrics.write({"step": step, **row})
-        draw_curves(out_dir)
+    with fsdp.all_ranks_agree():  # its disk may be full
+        if is_main:
+            metrics.write({"step": step, **row})
+            draw_curves(out_dir)
 
 
 export = partial(wan_model.export, out_dir, wan, ema.shadow if ema else parameters, lora_rank, lora_alpha,
@@ -363,8 +364,9 @@ for step in range(start_step, max_steps):
             row |= dict(mfu=flops / (ms / 1000) / (peak_tflops * 1e12), gib=torch.cuda.max_memory_allocated() / 2**30)
             line += f" | mfu {row['mfu']:.0%} | {row['gib']:.1f} GiB"
         say(line)
-        if is_main:
-            metrics.write(row)
+        with fsdp.all_ranks_agree():
+            if is_main:
+                metrics.write(row)
     if stops or loop.due(save_interval, done, max_steps) or loop.due(eval_interval, done, max_steps):
         save(done)  # before evaluating, which may take longer than a scheduler waits
     if stops:

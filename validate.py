@@ -153,16 +153,17 @@ def held_out_videos(wan, cache, demos, config, step, rank, world_size, device):
         noise = flow.randn(latents.shape[1:], config["seed"], flow.VALIDATION, item)[None].to(device)
         label = "validation video" if rank == 0 else None
         generated, _ = sampler.sample(wan, noise, condition, text, negative, sigmas, *guidance, progress=label)
-        if not weight:
-            continue
-        cells = sampler.decode_cells(vae, generated[0], cache.modalities, cache.views)
-        truth, valid = ground_truth(demos, window, config, cache.box, device)
-        clips.append(scores(cells, truth, valid, cache.box, task_of(demos, window)))
-        got, want = frames_of(cells), frames_of(truth)
-        path = os.path.join(config["out_dir"], "samples", f"step_{step:06d}" + (f"_{item}" if item else ""))
-        video.write_mp4(f"{path}.mp4", np.concatenate([got, want], axis=2), config["fps"])
-        rows = [("given", want[:1]), ("generated", got), ("recorded", want)]
-        video.contact_sheet(f"{path}.png", rows, title=demos.prompts[window.demo])
+        with fsdp.all_ranks_agree():  # each writes its own
+            if not weight:
+                continue
+            cells = sampler.decode_cells(vae, generated[0], cache.modalities, cache.views)
+            truth, valid = ground_truth(demos, window, config, cache.box, device)
+            clips.append(scores(cells, truth, valid, cache.box, task_of(demos, window)))
+            got, want = frames_of(cells), frames_of(truth)
+            path = os.path.join(config["out_dir"], "samples", f"step_{step:06d}" + (f"_{item}" if item else ""))
+            video.write_mp4(f"{path}.mp4", np.concatenate([got, want], axis=2), config["fps"])
+            rows = [("given", want[:1]), ("generated", got), ("recorded", want)]
+            video.contact_sheet(f"{path}.png", rows, title=demos.prompts[window.demo])
     return mean_scores(clips)
 
 

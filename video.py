@@ -1,6 +1,7 @@
 """Frames to mp4 and back, to a contact sheet; how near two videos are. Frames `f h w c`: uint8, or floats in 0..1."""
 
 import math
+import subprocess
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-from guard import UserError
+from guard import UserError, whole
 
 MIN_SIDE = 256  # pixels: smaller videos are enlarged by a whole factor, so that players show them sharp
 CELL_SIDES = (128, 384)  # pixels: least and greatest longer side of a frame in a contact sheet
@@ -24,18 +25,17 @@ def to_uint8(pixels):
 
 def write_mp4(path, frames, fps):
     """Write uint8 frames [f h w 3] as H.264 that every browser plays; returns the path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     frames = _enlarge(np.asarray(frames), MIN_SIDE)
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # 4:2:0 wants even sizes
-    size = frames.shape[2:0:-1]  # width, height
-    writer = imageio_ffmpeg.write_frames(path, size, fps=fps, quality=8, macro_block_size=2, ffmpeg_log_level="error")
-    writer.send(None)
-    for frame in frames:
-        writer.send(np.ascontiguousarray(frame))
-    writer.close()
-    return path
+    raw = f"-f rawvideo -pix_fmt rgb24 -s {frames.shape[2]}x{frames.shape[1]} -r {fps} -i -"
+    options = f"-y -v error {raw} -vcodec libx264 -pix_fmt yuv420p -crf 10 -f mp4"
+    with whole(path) as temporary:
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), *options.split(), temporary.resolve()]
+        run = subprocess.run(command, input=frames.tobytes(), capture_output=True, start_new_session=True)  # no Ctrl-C
+        if run.returncode:
+            raise OSError(" ".join(run.stderr.decode(errors="replace").split()))
+    return Path(path)
 
 
 def read_mp4(path):
@@ -56,8 +56,6 @@ def contact_sheet(path, rows, num_columns=6, title=""):
 
     A row shows up to num_columns frames evenly spaced in time, the first and the last among them, under their numbers.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     font, gap = ImageFont.load_default(size=14), 6
     strips = []
     for label, frames in rows:
@@ -78,8 +76,9 @@ def contact_sheet(path, rows, num_columns=6, title=""):
             sheet.paste(cell, (left, top))
             left += cell.width + gap
         top += cells[0].height + 20
-    sheet.save(path)
-    return path
+    with whole(path) as temporary:
+        sheet.save(temporary, "png")
+    return Path(path)
 
 
 def psnr(a, b):

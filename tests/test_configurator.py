@@ -232,6 +232,38 @@ def test_every_recipe_suits_a_trainer():
         assert resolved("train_grpo.py" if "grpo" in file.name else "train_i2v_sft.py", file)
 
 
+def test_home_is_expanded(run, tmp_path, monkeypatch):
+    """In flags, files, defaults and lists; not where a tilde is but a letter."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for text, wanted in {"~": "/home/me", "~/a": "/home/me/a", "~/a:1.0, ~/b:0.5": "/home/me/a:1.0, /home/me/b:0.5",
+                         "about ~5 cm, or ~/2": "about ~5 cm, or ~/2", "a,~/b": "a,/home/me/b",
+                         "~nobody-1/a": "~nobody-1/a", "a~/b": "a~/b", "~ 5 cm": "~ 5 cm"}.items():
+        assert run(f"--prompt={text}")["prompt"] == run("a.py", a=f"prompt = {text!r}\n")["prompt"] == wanted
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/low.py").write_text("steps = 1\n")
+    (tmp_path / "script.py").write_text(SCRIPT.replace('"push"', '"~/out"'), encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert run("a.py", a="base = '~/low.py'\n") == DEFAULTS | dict(steps=1, prompt=f"{tmp_path}/home/out")
+    assert configurator.defaults["prompt"] == f"{tmp_path}/home/out"
+
+
+@pytest.mark.parametrize("text", ["a\\ud83d", "\\0", "\\udce4.png"])
+def test_what_is_no_text_is_refused(run, text):
+    with pytest.raises(UserError, match=r"^a.py:1: prompt='.*': got what is no letter in UTF-8, want text$"):
+        run("a.py", a=f'prompt = "{text}"\n')
+
+
+def test_a_refused_default_is_called_one(run):
+    config = run("--steps=20")
+    with pytest.raises(UserError) as caught:
+        check_values(config, at_least=dict(lr=1, steps=30), one_of=dict(prompt=("pull", "lift")),
+                     mistakes=["lr=0.0001: want another", "prompt: want one"])
+    assert str(caught.value) == (
+        "lr=0.0001 (the default, --lr= changes it): want at least 1; steps=20: want at least 30; "
+        "prompt=push (the default, --prompt= changes it): want pull or lift; "
+        "lr=0.0001 (the default, --lr= changes it): want another; prompt: want one")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -355,13 +387,15 @@ def test_only_rank_0_speaks(run, monkeypatch, capsys):
 
 
 def test_what_is_given_and_what_a_script_knows_better(run, tmp_path, monkeypatch):
-    """A .json argument is the setting `run`'s value; defaults come after files and flags, in the setting's type."""
+    """An argument that is no config file is the value of the setting `others`; what a script knows better comes after
+    files and flags, in the setting's type."""
     run("a.py", "--lr=1", a="steps = 3\nboundary = 0.5")
     assert configurator.given == {"lr", "steps"}
     run()
     assert configurator.given == set()
-    source = SCRIPT.replace('also="boundary"', 'run="prompt", recorded=lambda config: better | dict(no_setting=1)')
+    source = SCRIPT.replace('also="boundary"', 'others="prompt", recorded=lambda config: better | dict(no_setting=1)')
     (tmp_path / "script.py").write_text(source.replace("_private = 1", "better = dict(lr=2, steps=5, force=True)"))
+    assert run("x,y", "--lr=1", "z")["prompt"] == "x,y,z"
     config = run("a.py", "x/config.json", a="steps = 3")
     assert config == DEFAULTS | dict(prompt="x/config.json", lr=2.0, steps=3, force=True)
     assert type(config["lr"]) is float

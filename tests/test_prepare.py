@@ -362,7 +362,8 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(prepare, tmp_path, monke
             raise OSError(28, os.strerror(28))
         return write_bytes(path, content)
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write .No space left on device.: free"):
+    full = "cannot write there .No space left on device.: free"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=full):
         patch.setattr(Path, "write_bytes", fill_up)
         prepare()
     files = contents(tmp_path / "cache")

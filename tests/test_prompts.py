@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from guard import UserError
-from prompts import Prompts, group_indices
+from prompts import Prompts, group_indices, open_image, read_image
 
 
 def write(folder, *entries, name="train.jsonl"):
@@ -89,6 +89,95 @@ def test_other_modes_and_turned_photographs(folder):
     assert prompts.image(1)[:, :6].min() > 0.9 and prompts.image(1)[:, -6:].max() < -0.9
 
 
+def ramp(mode):
+    """8 x 8 pixels of a mode from a red and green ramp, half of them transparent where it has alpha, over blue."""
+    levels = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
+    pixels = np.stack([levels, levels.T, levels * 0, np.full_like(levels, 255)], -1)
+    pixels[:, 4:, 2:] = 255, 0  # hidden
+    image = Image.fromarray(pixels)
+    return image if mode == "RGBA" else image.convert("RGB").convert(mode)
+
+
+def test_every_kind_of_image_is_the_same_picture(folder):
+    """Alpha in its three forms lies on white, whatever colours it hides; ink, palettes and grey are what one sees."""
+    rgba, rgb = ramp("RGBA"), ramp("RGB")
+    wanted = np.asarray(rgb).copy()
+    wanted[:, 4:] = 255
+    opaque = np.asarray(rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=256).convert("RGB"))
+    palette = rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=128)
+    grey = np.repeat(np.asarray(rgb.convert("L"))[..., None], 3, 2)
+    la, of_grey = Image.merge("LA", [rgb.convert("L"), rgba.getchannel("A")]), grey.copy()
+    of_grey[:, 4:] = 255
+    keyed = np.zeros((8, 8, 3), np.uint8)
+    keyed[:, 4:] = (10, 20, 30)  # one colour stands for transparent
+    on_white = keyed.copy()
+    on_white[:, 4:] = 255
+    levels = np.array([0, 1, 0, 1, 0, 1, 0, 1] * 8, np.uint8).reshape(8, 8)
+    two = Image.fromarray(levels)
+    two.putpalette([255, 0, 0, 0, 255, 0])
+    red = np.where(levels[..., None] == 0, [255, 0, 0], 255).astype(np.uint8)
+    half = Image.fromarray(np.full((8, 8, 4), (0, 0, 0, 128), np.uint8))
+    for name, image, seen, options in [
+        ("rgba.png", rgba, wanted, {}), ("rgba.webp", rgba, wanted, dict(lossless=True, exact=True)),
+        ("p.png", palette, np.asarray(palette.convert("RGB")), {}), ("p.gif", palette, opaque, {}),
+        ("l.png", rgb.convert("L"), grey, {}), ("la.png", la, of_grey, {}),
+        ("cmyk.tiff", rgb.convert("CMYK"), np.asarray(rgb), {}), ("one.png", two.convert("1"), None, {}),
+        ("key.png", Image.fromarray(keyed), on_white, dict(transparency=(10, 20, 30))),
+        ("pa.png", two, red, dict(transparency=1)), ("pa.gif", two, red, dict(transparency=1)),
+        ("half.png", half, np.full((8, 8, 3), 127, np.uint8), {}),
+    ]:
+        image.save(folder / name, **options)
+        got = np.asarray(open_image(folder / name, "here")).astype(int)
+        assert got.shape == (8, 8, 3), name
+        assert seen is None or np.abs(got - seen).max() <= (2 if name == "p.gif" else 0), name
+        pixels = read_image(folder / name, 8, 8, "here")
+        assert torch.equal(((pixels + 1) * 127.5).round(), torch.from_numpy(got).permute(2, 0, 1).float()), name
+    rgb.save(folder / "many.gif", save_all=True, append_images=[Image.new("RGB", (8, 8), "red")] * 3)
+    assert np.abs(np.asarray(open_image(folder / "many.gif", "here")).astype(int) - np.asarray(rgb)).max() < 40  # first
+
+
+def test_an_image_that_is_none_is_one_line(folder, monkeypatch):
+    random = np.random.default_rng(0)
+    whole = {}
+    for kind, options in dict(png={}, jpeg={}, gif={}, tiff=dict(compression="tiff_lzw"), bmp={}, webp={}).items():
+        path = folder / f"whole.{kind}"
+        ramp("RGB").resize((64, 64)).save(path, **options)
+        whole[kind] = path.read_bytes()
+    damaged = folder / "damaged"
+    for content in whole.values():
+        for cut in (0, 3, 20, len(content) // 2):
+            damaged.write_bytes(content[:cut])
+            with pytest.raises(UserError, match=rf"^here: got image {damaged} \(.+\), want one that opens$"):
+                open_image(damaged, "here")
+        for _ in range(40):  # whatever a decoder makes of it, a picture or an error of any class
+            noisy = bytearray(content)
+            for place in random.integers(0, len(noisy), 8):
+                noisy[place] = random.integers(256)
+            damaged.write_bytes(noisy)
+            try:
+                open_image(damaged, "here")
+            except UserError as error:
+                assert "\n" not in str(error)
+    Image.fromarray(np.full((4, 4), 0.5, np.float32)).save(folder / "float.tiff")
+    Image.fromarray(np.full((4, 4), 60_000, np.int32)).save(folder / "int.tiff")
+    for name, words in [("float.tiff", "mode F: more than 8 bits"), ("int.tiff", "mode I: more than 8 bits"),
+                        ("x" * 300 + ".png", "which is not there"), ("a\0b.png", "which is not there"),
+                        ("a/" * 3000 + "b.png", "which is not there"), ("images/a.png/b.png", "which is not there"),
+                        ("\udce4.png", "surrogates not allowed"), ("..", "a folder"),
+                        ("/dev/zero", "which is not there"), ("~nobody-of-that-name/x.png", "which is not there")]:
+        with pytest.raises(UserError, match=words) as error:
+            Prompts(write(folder, line("one", name)), 16, 16)
+        assert len(str(error.value)) < 700
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(UserError, match="exceeds limit .* want one that opens"):
+        Prompts(write(folder, line("one", "images/a.png")), 16, 16)
+
+
+def test_home_is_expanded(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder / "images"))
+    assert Prompts(write(folder, line("one", "~/a.png")), 16, 16).image(0).shape == (3, 16, 16)
+
+
 def test_mistakes_name_file_and_line(folder):
     good = line("one", "images/a.png")
     (folder / "images/text.png").write_text("no image")
@@ -97,8 +186,10 @@ def test_mistakes_name_file_and_line(folder):
     data = (folder / "images/a.png").read_bytes()
     (folder / "images/half.png").write_bytes(data[: len(data) // 2])
     cases = {
-        '{"input": "one", ': "want JSON",
+        '{"input": "one", ': "Expecting property name .*want an object",
         '["one"]': "want an object",
+        "[" * 2000: "recursion.* want an object",
+        '{"input": "a \\ud83d b"}': "surrogates not allowed.* want an object",
         '{"prompt": "one"}': "got input None",
         '{"input": " ", "metadata": {}}': "got input ' '",
         '{"input": 3}': "got input 3",

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,6 +17,7 @@ import model as wan_model
 import recordings
 import tiny
 import validate
+import video
 from helpers import files_of, refusal, script
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -117,7 +119,7 @@ def test_without_a_box_the_three_places_are_named(world, tmp_path, monkeypatch):
 def test_where_it_cannot_write_and_what_is_no_video(world, tmp_path):
     (tmp_path / "file").write_text("")
     line = refusal("sample.py", world / "robot.py", demo="demo_7", out=tmp_path / "file/x")
-    assert line.startswith(f"error: out={tmp_path}/file/x: ") and "want a folder that can be written" in line
+    assert line.startswith(f"error: out={tmp_path}/file/x: ") and line.endswith("): choose another folder")
     huge = dict(guidance_scale=3e38, guidance_scale_2=3e38, num_inference_steps=2)
     line = refusal("sample.py", world / "robot.py", demo="demo_7", out=tmp_path / "x", **huge)
     assert line.startswith("error: got NaN or infinity in a sampled video: want ") and files_of(tmp_path) == ["file"]
@@ -139,7 +141,8 @@ def images(world):
     demos = robot_data.RobotDemos(world / "robot.hdf5", CELLS["views"])
     window = recordings.Window("demo_7", 0, 1, "val")
     for view in demos.views:
-        tiny.Image.fromarray(demos.rgb(window, view, 1)[0]).save(world / f"{view}.png")
+        cell = robot_data.rgb_cell(demos.rgb(window, view, 1), CELLS["cell_height"], 16)  # as training stretches it
+        tiny.Image.fromarray(video.to_uint8(cell)[0]).save(world / f"{view}.png")
     return dict(images=",".join(str(world / f"{view}.png") for view in demos.views), prompt=demos.prompts["demo_7"])
 
 
@@ -182,6 +185,27 @@ def test_an_export_says_what_it_belongs_to(world, runs):
     assert record_in(world / "run/lora/low_noise.safetensors")["box"] == box_of(world)
 
 
+def test_images_are_cut_and_not_stretched(world, runs, images, tmp_path):
+    """One loader for all given images: turned, on white, scaled to cover a cell, cut to its centre."""
+    left, right = (tiny.Image.open(path) for path in images["images"].split(","))
+    wide = tiny.Image.new("RGBA", (3 * 16, 24), (255, 0, 0, 0))  # red, but not to be seen
+    wide.paste(left, (16, 0))
+    wide.save(tmp_path / "wide.png")
+    exif = tiny.Image.Exif()
+    exif[0x0112] = 3
+    right.rotate(180).save(tmp_path / "turned.png", exif=exif)
+    names, _ = script("sample.py", **STEPS, lora=runs["lora"] / "lora", prompt="x", out=tmp_path / "x",
+                      images=f"{tmp_path}/wide.png, {tmp_path}/turned.png")
+    for view, image in (("0", left), ("1", right)):
+        wanted = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+        torch.testing.assert_close(names["truth"]["rgb", view][:, 0], wanted, atol=1e-5, rtol=0)
+    for path, words in [(tmp_path, "a folder"), (tmp_path / "none.png", "which is not there"),
+                        (runs["lora"] / "config.json", "cannot identify image file")]:
+        line = refusal("sample.py", lora=runs["lora"] / "lora", prompt="x", out=tmp_path / "x",
+                       images=f"{path},{tmp_path}/wide.png")
+        assert line.startswith("error: images=") and f": got image {path}" in line and words in line
+
+
 def test_an_adapter_alone_is_enough(world, runs, images, tmp_path):
     out_dir = runs["lora"]
     spelled = sampled(tmp_path / "a", **images, **CELLS, **SAMPLED, model=world / "i2v", lora=out_dir / "lora")
@@ -191,8 +215,7 @@ def test_an_adapter_alone_is_enough(world, runs, images, tmp_path):
         latents, fps, printed = sampled(tmp_path / "b", **images, **alone)
         assert torch.equal(latents, spelled[0]) and fps == 5 and "doesn't say" not in printed
     latents, fps, _ = sampled(tmp_path / "b", out_dir / "config.json", demo="demo_7")  # its data too
-    torch.testing.assert_close(latents, spelled[0])
-    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+    torch.testing.assert_close(latents, spelled[0], atol=0.02, rtol=0)  # an image has whole levels
 
     shutil.copytree(world / "i2v", tmp_path / "elsewhere")  # the same content under another name; free settings
     latents, fps, _ = sampled(tmp_path / "b", **images, lora=out_dir / "lora", model=tmp_path / "elsewhere", fps=7)
@@ -235,7 +258,7 @@ def test_weights_on_what_they_do_not_belong_to_are_one_line(world, runs, images,
     line = refusal("sample.py", **images, lora=lora, model=world / "ti2v", out=out / "x")
     assert f"model={world}/ti2v: {lora} was trained on {world}/i2v, whose kind is i2v, here ti2v: want" in line
 
-    for name, text, words in [("none", None, "No such file"), ("list", "[]", "no settings of a run in it"),
+    for name, text, words in [("none", None, "No such file"), ("list", "[]", "(no object), want a run's config.json"),
                               ("cut", '{"settings": {', "Expecting"), ("other", '{"settings": {}}', "no settings"),
                               ("typed", '{"settings": {"model": 5}}', "neither lora/ nor model/ is beside it")]:
         path = tmp_path / name / "config.json"
