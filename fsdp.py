@@ -6,6 +6,9 @@ One process works without torchrun and without any of this: init() then returns 
 import math
 import os
 import signal
+import socket
+import threading
+import time
 import warnings
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,11 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from guard import Diverged, UserError, release_folders
+from guard import Diverged, UserError, first_line, release_folders
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
 
+START = "want torchrun, which sets RANK and others; for one process unset RANK and WORLD_SIZE"
+MEETING = 30  # seconds that ranks may start apart, without torchrun
+_store = []  # where ranks leave word for each other
 _attention = []  # the context that orders attention kernels; dropped, it would undo itself
 
 # ----------------------------------------------------------------------------- process group
@@ -43,8 +49,39 @@ def order_attention_kernels():
     _attention[-1].__enter__()
 
 
+def launch():
+    """What torchrun tells of this process, in words for an error; "" without it. UserError where some of it lacks."""
+    if "RANK" not in os.environ:
+        return ""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    words = ", ".join(f"{name}={os.environ[name]}" if os.environ.get(name) else f"no {name}" for name in names)
+    rank, world_size, local_rank, address, port = (os.environ.get(name, "") for name in names)
+    numbers = all(text.isdecimal() for text in (rank, world_size, local_rank, port))
+    if not (numbers and address and int(local_rank) <= int(rank) < int(world_size) and int(port) < 65536):
+        raise UserError(f"the environment has {words}: {START}")
+    return words
+
+
+def wait_for_store():
+    """Wait for what is at MASTER_ADDR: rank 0, or torchrun, which is there before its ranks -> the rest of MEETING.
+
+    PyTorch's own wait for it takes longer than it is told to, and prints stack traces meanwhile.
+    """
+    until, torchrun = time.monotonic() + MEETING, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    while torchrun or os.environ["RANK"] != "0":
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
+            break
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+    return timedelta(seconds=max(1.0, until - time.monotonic()))
+
+
 def init(device="auto"):
     """Join the process group that torchrun describes, if any: "auto" | "cpu" | "cuda" -> (rank, world_size, device)."""
+    launched = "" if dist.is_initialized() else launch()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
@@ -52,15 +89,26 @@ def init(device="auto"):
     if device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("device=cuda: this torch sees no GPU; want device=cpu, or a CUDA build of torch")
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise UserError(f"LOCAL_RANK={local_rank}: there are {num_gpus} GPUs here; want a process for each at most")
+        device = f"cuda:{local_rank}"
         torch.cuda.set_device(device)
         order_attention_kernels()
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on tiny models OpenMP's threads spin longer than they work: 3 to 20 times slower
     device = torch.device(device)
-    if "RANK" in os.environ and not dist.is_initialized():
+    if launched:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        patience = timedelta(minutes=30)  # of a collective
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=wait_for_store()))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"the environment has {launched}, but the ranks don't find each other within {MEETING} s "
+                            f"({first_line(error)}): {START}") from None
+        store.set_timeout(patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+        _store[:] = [store]
     return *place(), device
 
 
@@ -98,6 +146,7 @@ def cleanup():
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
+        _store.clear()
 
 
 def reduce_sum(values):
@@ -139,6 +188,10 @@ def all_ranks_agree():
         raise error
 
 
+class Stopped(SystemExit):
+    """A run that was asked to stop leaves; whoever catches a SystemExit of others lets this one pass."""
+
+
 class Stop:
     """SIGTERM or Ctrl-C asks a run to stop: it finishes what it must, saves and leaves; an evaluation ends at once.
 
@@ -161,7 +214,23 @@ class Stop:
         if self.at_once:
             if is_first():
                 print(f"stopped: {self.name} in an evaluation; the same command resumes", flush=True)
-            raise SystemExit(int(dist.is_initialized()))  # torchrun ends the other ranks only where one fails
+            for store in _store:
+                store.set("stopped", self.name)  # the other ranks follow
+            raise Stopped(0)
+
+    def _left(self):
+        try:
+            return bool(_store) and _store[0].check(["stopped"])
+        except RuntimeError:  # rank 0 had the store, without torchrun, and is gone
+            return False
+
+    def _follow(self, over):
+        """Beside an evaluation: leave, as if asked to, when another rank has left."""
+        while not over.wait(0.5):
+            if self._left():
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not over.wait(10):
+                    os._exit(0)  # it waits for the other one in a collective of the GPU, where no signal comes through
 
     def anywhere(self):
         """Whether any rank has been asked. Collective."""
@@ -169,14 +238,24 @@ class Stop:
 
     @contextmanager
     def leaves_at_once(self):
-        """For an evaluation, which may take longer than a scheduler waits."""
-        self.at_once = True
+        """For an evaluation, which may take longer than a scheduler waits. All ranks leave, also where one is asked."""
+        self.at_once, over = True, threading.Event()
         if self.requested:
             self._leave()
+        follower = threading.Thread(target=self._follow, args=(over,), daemon=True)
+        if _store:
+            follower.start()
         try:
             yield
+        except RuntimeError:  # of a collective in which the other one is missing
+            if self._left():
+                self._leave()
+            raise
         finally:
             self.at_once = False
+            over.set()
+            if _store:
+                follower.join()
 
 
 # ----------------------------------------------------------------------------- sharding
