@@ -6,12 +6,9 @@ One process works without torchrun and without any of this: init() then returns 
 import math
 import os
 import signal
-import socket
 import threading
-import time
 import warnings
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -22,13 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from guard import Diverged, UserError, first_line, release_folders
+import launch
+from guard import Diverged, UserError, release_folders
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
 
-START = "want torchrun, which sets RANK and others; for one process unset RANK and WORLD_SIZE"
-MEETING = 30  # seconds that ranks may start apart, without torchrun
 _store = []  # where ranks leave word for each other
 _attention = []  # the context that orders attention kernels; dropped, it would undo itself
 
@@ -49,39 +45,9 @@ def order_attention_kernels():
     _attention[-1].__enter__()
 
 
-def launch():
-    """What torchrun tells of this process, in words for an error; "" without it. UserError where some of it lacks."""
-    if "RANK" not in os.environ:
-        return ""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    words = ", ".join(f"{name}={os.environ[name]}" if os.environ.get(name) else f"no {name}" for name in names)
-    rank, world_size, local_rank, address, port = (os.environ.get(name, "") for name in names)
-    numbers = all(text.isdecimal() for text in (rank, world_size, local_rank, port))
-    if not (numbers and address and int(local_rank) <= int(rank) < int(world_size) and int(port) < 65536):
-        raise UserError(f"the environment has {words}: {START}")
-    return words
-
-
-def wait_for_store():
-    """Wait for what is at MASTER_ADDR: rank 0, or torchrun, which is there before its ranks -> the rest of MEETING.
-
-    PyTorch's own wait for it takes longer than it is told to, and prints stack traces meanwhile.
-    """
-    until, torchrun = time.monotonic() + MEETING, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    while torchrun or os.environ["RANK"] != "0":
-        try:
-            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
-            break
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.5)
-    return timedelta(seconds=max(1.0, until - time.monotonic()))
-
-
 def init(device="auto"):
     """Join the process group that torchrun describes, if any: "auto" | "cpu" | "cuda" -> (rank, world_size, device)."""
-    launched = "" if dist.is_initialized() else launch()
+    launched = not dist.is_initialized() and launch.environment()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
@@ -99,16 +65,7 @@ def init(device="auto"):
         torch.set_num_threads(1)  # on tiny models OpenMP's threads spin longer than they work: 3 to 20 times slower
     device = torch.device(device)
     if launched:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        patience = timedelta(minutes=30)  # of a collective
-        try:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=wait_for_store()))
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"the environment has {launched}, but the ranks don't find each other within {MEETING} s "
-                            f"({first_line(error)}): {START}") from None
-        store.set_timeout(patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-        _store[:] = [store]
+        _store[:] = [launch.join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")]
     return *place(), device
 
 
@@ -212,16 +169,17 @@ class Stop:
 
     def _leave(self):
         if self.at_once:
-            if is_first():
-                print(f"stopped: {self.name} in an evaluation; the same command resumes", flush=True)
-            for store in _store:
-                store.set("stopped", self.name)  # the other ranks follow
+            self.at_once = False  # a second signal is no second leave
+            say(f"stopped: {self.name} in an evaluation; the same command resumes")
+            with suppress(RuntimeError):  # the store is gone with rank 0
+                for store in _store:
+                    store.set("stopped", self.name)  # the other ranks follow
             raise Stopped(0)
 
     def _left(self):
         try:
             return bool(_store) and _store[0].check(["stopped"])
-        except RuntimeError:  # rank 0 had the store, without torchrun, and is gone
+        except RuntimeError:  # as above
             return False
 
     def _follow(self, over):

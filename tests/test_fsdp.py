@@ -30,6 +30,7 @@ import checkpoints
 import flow
 import fsdp
 import guard
+import launch
 import model as wan_model
 import tiny
 from guard import UserError
@@ -642,7 +643,7 @@ def test_what_another_launch_left_in_the_environment_is_one_line(monkeypatch, ch
     usual = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     for name, value in (usual | change).items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(fsdp, "MEETING", 1)
+    monkeypatch.setattr(launch, "MEETING", 1)
     started = time.time()
     with pytest.raises(UserError, match=words) as caught:
         fsdp.init("cpu")
