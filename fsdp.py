@@ -6,9 +6,9 @@ One process works without torchrun and without any of this: init() then returns 
 import math
 import os
 import signal
+import threading
 import warnings
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import launch
 from guard import Diverged, UserError, release_folders
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into the output
 
+_store = []  # where ranks leave word for each other
 _attention = []  # the context that orders attention kernels; dropped, it would undo itself
 
 # ----------------------------------------------------------------------------- process group
@@ -45,6 +47,7 @@ def order_attention_kernels():
 
 def init(device="auto"):
     """Join the process group that torchrun describes, if any: "auto" | "cpu" | "cuda" -> (rank, world_size, device)."""
+    launched = not dist.is_initialized() and launch.environment()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
@@ -52,15 +55,17 @@ def init(device="auto"):
     if device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("device=cuda: this torch sees no GPU; want device=cpu, or a CUDA build of torch")
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise UserError(f"LOCAL_RANK={local_rank}: there are {num_gpus} GPUs here; want a process for each at most")
+        device = f"cuda:{local_rank}"
         torch.cuda.set_device(device)
         order_attention_kernels()
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on tiny models OpenMP's threads spin longer than they work: 3 to 20 times slower
     device = torch.device(device)
-    if "RANK" in os.environ and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    if launched:
+        _store[:] = [launch.join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")]
     return *place(), device
 
 
@@ -98,6 +103,7 @@ def cleanup():
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
+        _store.clear()
 
 
 def reduce_sum(values):
@@ -139,6 +145,10 @@ def all_ranks_agree():
         raise error
 
 
+class Stopped(SystemExit):
+    """A run that was asked to stop leaves; whoever catches a SystemExit of others lets this one pass."""
+
+
 class Stop:
     """SIGTERM or Ctrl-C asks a run to stop: it finishes what it must, saves and leaves; an evaluation ends at once.
 
@@ -159,9 +169,26 @@ class Stop:
 
     def _leave(self):
         if self.at_once:
-            if is_first():
-                print(f"stopped: {self.name} in an evaluation; the same command resumes", flush=True)
-            raise SystemExit(int(dist.is_initialized()))  # torchrun ends the other ranks only where one fails
+            self.at_once = False  # a second signal is no second leave
+            say(f"stopped: {self.name} in an evaluation; the same command resumes")
+            with suppress(RuntimeError):  # the store is gone with rank 0
+                for store in _store:
+                    store.set("stopped", self.name)  # the other ranks follow
+            raise Stopped(0)
+
+    def _left(self):
+        try:
+            return bool(_store) and _store[0].check(["stopped"])
+        except RuntimeError:  # as above
+            return False
+
+    def _follow(self, over):
+        """Beside an evaluation: leave, as if asked to, when another rank has left."""
+        while not over.wait(0.5):
+            if self._left():
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not over.wait(10):
+                    os._exit(0)  # it waits for the other one in a collective of the GPU, where no signal comes through
 
     def anywhere(self):
         """Whether any rank has been asked. Collective."""
@@ -169,14 +196,24 @@ class Stop:
 
     @contextmanager
     def leaves_at_once(self):
-        """For an evaluation, which may take longer than a scheduler waits."""
-        self.at_once = True
+        """For an evaluation, which may take longer than a scheduler waits. All ranks leave, also where one is asked."""
+        self.at_once, over = True, threading.Event()
         if self.requested:
             self._leave()
+        follower = threading.Thread(target=self._follow, args=(over,), daemon=True)
+        if _store:
+            follower.start()
         try:
             yield
+        except RuntimeError:  # of a collective in which the other one is missing
+            if self._left():
+                self._leave()
+            raise
         finally:
             self.at_once = False
+            over.set()
+            if _store:
+                follower.join()
 
 
 # ----------------------------------------------------------------------------- sharding

@@ -12,7 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 DISK_FULL = ("No space left on device", "Disk quota exceeded")  # the system's words, whoever raises them
-PEER_GONE = ("Connection closed by peer", "Connection reset by peer")  # gloo's, in a collective
+PEER_GONE = (  # in a collective, or at the store where ranks meet: gloo's, NCCL's and the store's words
+    "Connection closed by peer", "onnection reset by peer", "Broken pipe", "Socket closed", "Socket Timeout",
+    "failed to recv", "pair closure", "Timed out waiting", "wait timeout", "remote process exited")
 GPU_FULL = ("CUDA out of memory", "ALLOC_FAILED")  # the allocator's words; cuBLAS's and cuDNN's
 
 
@@ -51,7 +53,7 @@ def show_error(kind, error, trace):
     elif issubclass(kind, UserError) or any(full in str(error) for full in DISK_FULL):
         print("error:", " ".join(str(error).split()), file=sys.stderr)
     elif issubclass(kind, RuntimeError) and any(gone in str(error) for gone in PEER_GONE):
-        print("error: another rank ended: its message says why", file=sys.stderr)
+        print("error: another rank ended, or hangs: its message says why", file=sys.stderr)
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

@@ -12,6 +12,7 @@ Tried on video files, whose compression, and enlarging of small ones, moves the 
     python reward.py clip.mp4 --rewards=ball:1.0 --prompt="..." --metadata='{"colour": "red", "direction": "left"}'
 """
 
+import copy
 import difflib
 import functools
 import http.client
@@ -22,8 +23,6 @@ import re
 import sys
 import time
 import traceback
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +33,7 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
 import fsdp
 import pretrained
+import web
 from configurator import configure
 from guard import UserError, first_line, parse_json
 from task_rewards import ball, ball_success, first_frame, jpeg, smoothness, uint8_frames, views
@@ -70,7 +70,7 @@ def load_clip(model, device):
         if pixels.shape[2:] != (size, size) or (pixels - wanted["pixel_values"]).abs().max() > 0.1:
             raise ValueError(f"its image processor doesn't resize, cut to {size} x {size} and normalise as CLIP's do")
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"pickscore_model={model}: want CLIP's kind of image processor ({first_line(error)})") from error
+        raise UserError(f"pickscore_model={model}: want an image processor like CLIP's: {first_line(error)}") from error
     return tokenizer, processor, clip
 
 
@@ -132,27 +132,27 @@ def load_pickscore(name, config, device):
 
 def load_http(url, config, device):
     """-> reward: POSTs an .npz of videos (uint8 b f h w 3) and json (a string of {"prompts": [], "metadata": []}), and
-    reads {"rewards": [b numbers]}. A failed attempt is repeated after 1, 2 and 4 seconds.
+    reads {"rewards": [b numbers]}. A failed attempt is repeated after 1, 2 and 4 seconds, or as the answer asks.
     """
     timeout = config["reward_timeout"]
 
     def ask(body, seconds):
         for attempt in range(4):
+            pause = 2**attempt
             try:
-                headers = {"Content-Type": "application/octet-stream"}
-                with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=seconds) as answer:
-                    return answer.read()
-            except urllib.error.HTTPError as error:  # it's there, and says no: only 5xx can pass by itself
-                if body is None:
-                    return b""
-                reason = f"answered {error.code} {error.reason}"
-                if error.code < 500:
+                code, headers, answer = web.request(url, body, {"Content-Type": "application/octet-stream"}, seconds)
+                if code < 300 or body is None:
+                    return answer
+                reason = f"{url}: answered {code} {http.client.responses.get(code, '')}"
+                if code < 500 and code not in (408, 429):  # it's there, and says no: that doesn't pass by itself
                     break
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
+                if (asked := web.retry_after(headers)) is not None:
+                    pause = min(asked, timeout)
+            except web.ServerError as error:
+                reason = str(error)
             if attempt < 3:
-                time.sleep(2**attempt)
-        raise UserError(f"reward {url}: {reason} after {attempt + 1} attempts: is its server running there?")
+                time.sleep(pause)
+        raise UserError(f"reward {reason} after {attempt + 1} attempts: is its server running there?")
 
     ask(None, min(timeout, 10))  # a GET, whatever the answer: a wrong address shows before any weight is loaded
 
@@ -163,7 +163,7 @@ def load_http(url, config, device):
         answer = ask(body.getvalue(), timeout)
         try:
             return torch.tensor(json.loads(answer)["rewards"], dtype=torch.float32)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             got = answer[:60].decode(errors="replace")
             raise UserError(f'reward {url}: got {got!r}, want {{"rewards": [{len(prompts)} numbers]}}') from None
 
@@ -245,11 +245,11 @@ def score(rewards, videos, prompts, metadata):
         raise ValueError(f"videos {tuple(videos.shape)}, {len(prompts)} prompts, {len(metadata)} metadata")
     scores = {}
     for name, reward in rewards.items():
-        try:
-            returned = reward(videos, prompts, metadata)
-        except UserError:
+        try:  # on copies, for it may be somebody's own that writes into them
+            returned = reward(videos.clone(), *copy.deepcopy((prompts, metadata)))
+        except (UserError, KeyboardInterrupt, fsdp.Stopped):
             raise
-        except Exception as error:  # somebody's own: the run ends as with any failing reward, and its author sees where
+        except BaseException as error:  # sys.exit too: the run ends as with any failing reward; its author sees where
             traceback.print_exc()
             raise UserError(f"reward {name}: {type(error).__name__}: {error}") from None
         try:

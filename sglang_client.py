@@ -13,9 +13,11 @@ import os
 import pickle
 import queue
 import shutil
+import socket
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,9 +30,11 @@ from safetensors.torch import load, save_file
 import model as wan_model
 from adapters import check_layers, linear_shapes
 from guard import UserError
-from sglang_server import ServerError, health, request
+from sglang_server import health, request
+from web import ServerError
 
 WRITTEN_FOR = "0.5.23"
+LEASE = 20.0  # seconds that a server keeps itself for a run that falls silent; told five times in that time
 SDE_TYPES = {"flow": "sde", "cps": "cps"}  # our law -> sglang's rollout_sde_type
 
 
@@ -75,22 +79,62 @@ class SGLangClient:
 
     config: train_grpo.py's settings. Of sglang_urls, which the user started, each rank asks all in turn, and is
     `responsible` for syncing a share. Or sglang_server.LaunchedServer says in a `url_file` where this node's is: "" in
-    `responsible`, of one rank of the node.
+    `responsible`, of one rank of the node. run: what the servers know this run by, the same on all ranks; a server is
+    one run's at a time, and its answers say which LoRA it held.
     """
 
-    def __init__(self, config, wan, latent_shape, guidance, device_type, rank=0, world_size=1):
+    def __init__(self, config, wan, latent_shape, guidance, device_type, run, rank=0, world_size=1):
         self.config, self.wan, self.latent_shape, self.guidance = config, wan, latent_shape, guidance
         self.device_type, self.urls, self.url_file = device_type, urls_of(config), ""
         self.responsible = self.urls[rank::world_size]
         self.timeout, self.retries = config["sglang_timeout"], config["sglang_retries"]
         self.shapes = linear_shapes(wan.config)
         self.down, self.turn = {}, itertools.count(rank + 1)  # url -> why it isn't asked; round robin
-        self.latest = None  # what was synced last, which a restarted server gets first
+        self.run, self.name = run, f"out_dir={os.path.abspath(config['out_dir'])} on {socket.gethostname()}"
+        self.held, self.over = set(), threading.Event()  # the servers that this rank keeps for the run
+        self.version, self.latest = 0, (0, {})  # the LoRA that was synced last, which a restarted server gets first
         self.probe, self.untrained = None, {}  # a request, and url -> its answer before any sync
-        self.processes = {}  # url -> which process answered since the last sync
         self.jobs = queue.SimpleQueue()
         for _ in range(config["sglang_concurrency"]):
             threading.Thread(target=self._work, daemon=True).start()  # daemons: a run that ends doesn't wait for them
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def post(self, url, path, body):
+        return request(f"{url}{path}", body, self.timeout, self.run)
+
+    # ------------------------------------------------------------------------- whose the servers are
+
+    def tell(self, url, timeout=30, **more):
+        """Say that a server is this run's for LEASE `seconds` more, and perhaps which `lora` it holds. UserError: it
+        isn't."""
+        request(f"{url}/nanowan", dict(run=self.run, name=self.name, seconds=LEASE) | more, timeout)
+
+    def claim(self, url):
+        """Make a server this run's, and keep it. UserError where another has it; one that was killed, for a moment."""
+        until = time.time() + 1.2 * LEASE
+        while True:
+            try:
+                self.tell(url, lora=None)
+                break
+            except UserError as error:
+                if "answered 409" not in str(error) or time.time() > until:
+                    raise UserError(f"{error}: want a server of python sglang_server.py that no other run "
+                                    "uses") from None
+            time.sleep(1)
+        self.held = {url} if self.url_file else self.held | {url}
+
+    def _keep(self):
+        while not self.over.wait(LEASE / 5):
+            for url in self.held:
+                with suppress(UserError):  # who asks it for something is told
+                    self.tell(url, timeout=LEASE / 4)
+
+    def close(self):
+        """The servers are free for other runs."""
+        self.over.set()
+        for url in self.held:
+            with suppress(UserError):
+                self.tell(url, timeout=LEASE / 4, seconds=0)
 
     # ------------------------------------------------------------------------- rollouts
 
@@ -154,8 +198,9 @@ class SGLangClient:
             time.sleep(1)
         return urls[next(self.turn) % len(urls)]
 
-    def ask(self, url, prompt, image, seed, sigmas, window=(), measured=False):
-        """One rollout from one server, checked -> Answer."""
+    def ask(self, url, prompt, image, seed, sigmas, window=(), measured=False, lora=None):
+        """One rollout from one server, checked -> Answer. lora: version that it is to hold, if not that synced last."""
+        held = f"{self.run}:{self.version if lora is None else lora}"
         num_steps, asked = len(sigmas) - 1, [*window, window[-1] + 1] if window else [len(sigmas) - 1]
         scales = [self.guidance["guidance_scale"], self.guidance["guidance_scale_2"]]
         body = dict(
@@ -168,9 +213,12 @@ class SGLangClient:
             suppress_logs=True, **{name: self.config[name] for name in ("height", "width", "num_frames")},
             extra_sampling_params={"guidance_scale_2": scales[1], "boundary_ratio": self.wan.boundary_ratio}
             if len(self.wan.expert_names) == 2 else None)
-        raw = request(f"{url}/rollout/generate", body, self.timeout)
+        raw = self.post(url, "/rollout/generate", body)
         try:
             (answer,) = msgpack.unpackb(raw)
+            if (tag := answer["request_id"].rpartition("/")[0]) != held:
+                raise ServerError(f"{url}: was started anew, or another run had it: it made a video by the LoRA {tag}, "
+                                  f"want {held}", gone=True)
             return self._checked(url, answer, sigmas, asked, measured)
         except UserError:
             raise
@@ -179,9 +227,6 @@ class SGLangClient:
 
     def _checked(self, url, answer, sigmas, asked, measured):
         """What a server answered, or UserError with what is wrong about it."""
-        process = answer["request_id"].rpartition("/")[0]
-        if process != self.processes.setdefault(url, process):
-            raise ServerError(f"{url}: was started anew, without the LoRA", gone=True)
         latents = tensor_in(answer, "dit_trajectory", "latents")
         want = (len(asked), *self.latent_shape)
         got = None if latents is None else tuple(latents.shape)
@@ -196,8 +241,6 @@ class SGLangClient:
         height, width, num_frames = (self.config[name] for name in ("height", "width", "num_frames"))
         if tuple(pixels.shape) != (3, num_frames, height, width):
             raise UserError(f"{url}: got a video of {tuple(pixels.shape)}, want {(3, num_frames, height, width)}")
-        if pixels.dtype != torch.uint8:
-            pixels = (pixels.float().clamp(0, 1) * 255).round().to(torch.uint8)
         condition = None
         if self.wan.kind == "ti2v":  # blended back after each step: the first latent frame is the given one
             condition = latents[0, :, :1].float()
@@ -205,10 +248,7 @@ class SGLangClient:
                 raise UserError(f"{url}: the given frame changed in the rollout")
         env = answer.get("denoising_env")
         if self.wan.kind == "i2v" and env:
-            image_latent = tensor_in(env, "image_kwargs", "image_latent")  # mask 4 | condition 16
-            if image_latent is None:
-                raise UserError(f"{url}: no image_latent in its answer: want nanoWan's shim (python sglang_server.py)")
-            condition = image_latent[4:].float()
+            condition = tensor_in(env, "image_kwargs", "image_latent")[4:].float()  # after the mask's 4 channels
         negative = tensor_in(env, "neg_cond_kwargs", "encoder_hidden_states")
         if env and (negative is not None) != (self.guidance["guidance_scale"] != 1):
             raise UserError(f"{url}: guidance was {'on' if negative is not None else 'off'}, want the opposite")
@@ -229,7 +269,8 @@ class SGLangClient:
         """
         for tensors in adapters.values():
             check_layers(tensors, self.shapes)
-        self.latest = adapters
+        self.version += 1
+        self.latest = self.version, adapters
         for place in self.responsible:
             try:
                 self._retried(self.send, place)
@@ -242,7 +283,9 @@ class SGLangClient:
     def send(self, url):
         """The latest LoRA to one server, and what it says it did compared with what was sent."""
         alpha, folder = self.config["lora_alpha"] or float(self.config["lora_rank"]), self.config["lora_sync_dir"]
-        for expert, tensors in self.latest.items():
+        version, adapters = self.latest
+        self.tell(url, lora=None)
+        for expert, tensors in adapters.items():
             target, layers = wan_model.FOLDERS[expert], len(tensors) // 2  # "transformer" | "transformer_2"
             tensors = {name: tensor.to(self.wan.dtype).contiguous() for name, tensor in tensors.items()}
             if self.config["lora_sync"] == "disk":  # by a file in a fresh folder, which the server must see
@@ -252,7 +295,7 @@ class SGLangClient:
                 try:
                     os.mkdir(path)
                     save_file(tensors, os.path.join(path, "lora.safetensors"))
-                    request(f"{url}/v1/set_lora", body, self.timeout)
+                    self.post(url, "/v1/set_lora", body)
                 except (OSError, SafetensorError) as error:
                     raise UserError(f"lora_sync_dir={folder}: {error}: want a folder with room for the LoRA, or "
                                     "lora_sync=tensor") from None
@@ -262,13 +305,14 @@ class SGLangClient:
                 payload = base64.b64encode(pickle.dumps(list(tensors.items()), protocol=4)).decode()
                 body = dict(serialized_named_tensors=[payload], weight_update_mode="lora_merge",
                             target_modules=[target], lora_alpha=alpha, lora_rank=self.config["lora_rank"])
-                message = json.loads(request(f"{url}/update_weights_from_tensor", body, self.timeout))["message"]
+                message = json.loads(self.post(url, "/update_weights_from_tensor", body))["message"]
                 if f"Updated {layers} LoRA layers" not in message or "skipped 0 " not in message:
                     raise UserError(f"{url}: sent a LoRA of {layers} layers, it says: {message}")
-        nonzero = any(tensor.any() for tensors in self.latest.values() for name, tensor in tensors.items()
+        self.tell(url, lora=version)
+        nonzero = any(tensor.any() for tensors in adapters.values() for name, tensor in tensors.items()
                       if ".lora_B." in name)
         before = self.untrained.pop(url, None) if nonzero else None  # the first LoRA that can be seen
-        if before is not None and torch.equal(self.ask(url, *self.probe).latents, before):
+        if before is not None and torch.equal(self.ask(url, *self.probe, lora=version).latents, before):
             raise UserError(f"{url}: a LoRA was synced and the same rollout didn't change: want it started by "
                             "python sglang_server.py (--lora-merge-mode dynamic)")
 
@@ -276,7 +320,7 @@ class SGLangClient:
         """wanted "release" | "resume": the GPU memory of the servers this rank is responsible for."""
         for place in self.responsible:
             try:
-                self._retried(lambda url: request(f"{url}/{wanted}_memory_occupation", {}, self.timeout), place)
+                self._retried(lambda url: self.post(url, f"/{wanted}_memory_occupation", {}), place)
             except ServerError as error:
                 raise UserError(f"sglang_colocated=True: couldn't {wanted} memory: {error}") from None
 
@@ -295,9 +339,11 @@ class SGLangClient:
         if name(served.rstrip("/")) != name(ours.rstrip("/")):
             raise UserError(f"{url}: serves {served}, want {ours}: start it with this run's --model")
         self.probe = prompts.prompts[0], png_url(prompts, 0), 0, sigmas
+        self.claim(url)
         if self.config["sglang_colocated"]:
-            request(f"{url}/resume_memory_occupation", {}, self.timeout)  # the run before may have left it asleep
-        request(f"{url}/v1/unmerge_lora_weights", {}, self.timeout)  # of that run
-        self.untrained[url] = self.ask(url, *self.probe).latents
-        if self.latest:  # started anew in the middle of a run
+            self.post(url, "/resume_memory_occupation", {})  # the run before may have left it asleep
+        self.post(url, "/v1/unmerge_lora_weights", {})  # of that run
+        self.tell(url, lora=0)
+        self.untrained[url] = self.ask(url, *self.probe, lora=0).latents
+        if self.version:  # started anew in the middle of a run
             self.send(url)

@@ -3,6 +3,7 @@
 import atexit
 import math
 import os
+import secrets
 from functools import partial
 
 import torch
@@ -82,8 +83,11 @@ class SGLangSampler:
         self.stop, self.prompts, self.logged = stop, train_prompts, {"lora_version": 0}
         self.sigmas = flow.sigma_grid(config["num_steps"], config["shift"])
         self.eval_sigmas = flow.sigma_grid(config["num_eval_steps"], config["shift"])
-        self.client = client = SGLangClient(config, policy, latent_shape, guidance, device.type, *fsdp.place())
-        self.close = lambda: None  # ends a launched server
+        run = fsdp.reduce_sum([float(secrets.randbits(50) if fsdp.is_first() else 0)])[0]  # the same on all ranks
+        self.client = client = SGLangClient(config, policy, latent_shape, guidance, device.type, f"{int(run):x}",
+                                            *fsdp.place())
+        self.server = None  # that this rank launched
+        atexit.register(self.close)
         check = partial(client.check, prompts=train_prompts, sigmas=self.sigmas)  # of a URL
         for url in client.responsible:
             check(url)
@@ -92,9 +96,13 @@ class SGLangSampler:
             client.url_file = f"{place}.url"
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 client.responsible = [""]
-                server = sglang_server.LaunchedServer(place, config, check, lambda: self.stop.requested)
-                self.close = server.end
-                atexit.register(server.end)
+                self.server = sglang_server.LaunchedServer(place, config, check, lambda: self.stop.requested)
+
+    def close(self):
+        """Let other runs have the servers, and end the one that was launched."""
+        self.client.close()
+        if self.server:
+            self.server.end()
 
     def begun(self):
         """A line that tells where the servers are."""
@@ -151,8 +159,7 @@ class SGLangSampler:
             failed = [float(url in client.down and url in client.responsible) for url in client.urls]
             client.down = {url: client.down.get(url, f"{url} failed at the sync")
                            for url, down in zip(client.urls, fsdp.reduce_max(failed), strict=True) if down}
-            client.processes.clear()  # a server that is another process from now on was started anew, without the LoRA
-            self.logged["lora_version"] += 1
+            self.logged["lora_version"] = client.version
 
     def release(self):
         """On GPUs that the servers share with the trainer, they give their memory back until the next sync."""

@@ -8,7 +8,6 @@ train_grpo.py --rollout=sglang --sglang_urls=http://127.0.0.1:30000 then asks it
 it starts one by itself with the same function, restarts it when it dies, and ends it with the run.
 """
 
-import http.client
 import json
 import os
 import re
@@ -19,14 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import encoders
 import model as wan_model
+import web
 from configurator import check_values, configure
 from guard import UserError, write_atomic
+from web import ServerError
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration sglang uses for it
@@ -39,7 +38,6 @@ CONFIGURATIONS = {  # (kind, experts) -> the released model whose configuration 
 PORT_TAKEN = "address already in use|port .* unavailable"  # in sglang's log
 TORCHRUN = "TORCHELASTIC|TORCH_NCCL|(MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME)$"  # sets
 WORKER_GONE = "restart the server"  # in the answer of a server that can't work any more
-HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has no business with 127.0.0.1
 
 model = ""  # diffusers folder or hub id
 port = 30000  # of HTTP, on 127.0.0.1; port + 1, + 10 and + 20 are used inside the server
@@ -48,14 +46,6 @@ dtype = "bfloat16"  # "float32" | "bfloat16": of the transformer
 shift = 5.0  # of the noise levels; the trainer's
 command = ".venv-sglang/bin/sglang serve"  # what starts the server
 args = ""  # more arguments for it, e.g. "--tp-size 2 --num-gpus 2"; "--host ..." opens it to everyone who reaches it
-
-
-class ServerError(UserError):
-    """A request that may succeed with another server, or again; `gone`: this server's process isn't there any more."""
-
-    def __init__(self, reason, gone=False):  # fsdp.all_ranks_agree makes it anew from its words
-        super().__init__(reason)
-        self.gone = gone
 
 
 def free_port(port):
@@ -88,10 +78,14 @@ def check(model, port, command, args):
 
 
 def start(model, port, devices, dtype, shift, command, args, **popen):
-    """Start a server process in a session of its own -> subprocess.Popen; it isn't ready yet. Raises UserError."""
+    """Start a server process in a session of its own -> (subprocess.Popen, what the server calls its launcher).
+
+    It isn't ready yet. Raises UserError.
+    """
+    launcher = f"{os.getpid()}-{time.time_ns()}"
     wan, program = wan_model.describe(model), shlex.split(command)
     environment = {name: value for name, value in os.environ.items() if not re.match(TORCHRUN, name)}
-    environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "NANOWAN_LAUNCHER": str(os.getpid()),
+    environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "nanowan_shim", "NANOWAN_LAUNCHER": launcher,
                     "PYTHONPATH": f"{SHIM}:{environment.get('PYTHONPATH', '')}".rstrip(":")}
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -103,7 +97,7 @@ def start(model, port, devices, dtype, shift, command, args, **popen):
              f"--model-id {CONFIGURATIONS[wan.kind, len(wan.expert_names)]}")
     try:
         return subprocess.Popen([*program, *shlex.split(flags), *shlex.split(args)], env=environment,
-                                stdin=subprocess.DEVNULL, start_new_session=True, **popen)
+                                stdin=subprocess.DEVNULL, start_new_session=True, **popen), launcher
     except OSError as error:
         raise UserError(f"{program[0]}: {error.strerror}: want SGLang's environment, which `make sglang` "
                         "makes") from None
@@ -119,20 +113,13 @@ def end(process):
             pass
 
 
-def request(url, body=None, timeout=30):
-    """GET, or POST of JSON -> the answer's bytes. ServerError where it may pass by itself, UserError where it won't."""
-    try:
-        data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        try:
-            with HTTP.open(asked, timeout=timeout) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            code, said = error.code, error.read()
-    except (OSError, http.client.HTTPException) as error:
-        cause = getattr(error, "reason", error)
-        raise ServerError(f"{url}: {cause or type(error).__name__}", gone=not isinstance(cause, TimeoutError)) from None
-    reason = f"{url} answered {code}: {said[:300].decode(errors='replace')}"
+def request(url, body=None, timeout=30, run=""):
+    """GET, or POST of JSON of a run -> the answer's bytes. ServerError where it may pass by itself, else UserError."""
+    data = None if body is None else json.dumps(body).encode()
+    code, _, said = web.request(url, data, {"Content-Type": "application/json", "run": run}, timeout)
+    if code < 300:
+        return said
+    reason = f"{url} answered {code}: {said[:400].decode(errors='replace')}"
     if code < 500:
         raise UserError(reason)
     raise ServerError(reason, gone=WORKER_GONE in reason)
@@ -145,6 +132,14 @@ def health(url):
         return "up"
     except UserError as error:
         return "dead" if WORKER_GONE in str(error) else "away"
+
+
+def started_by(launcher, url):
+    """Whether the server there is the one that `start` started."""
+    try:
+        return request(f"{url}/nanowan").decode() == launcher
+    except ValueError:  # another kind of server
+        return False
 
 
 class LaunchedServer:
@@ -170,9 +165,9 @@ class LaunchedServer:
         config, self.port = self.config, free_port(self.port)
         with open(self.log_path, "ab") as log:
             self.log_start = log.tell()  # after what a server before it said
-            self.process = start(config["model"], self.port, config["sglang_devices"], config["dtype"],
-                                 config["shift"], config["sglang_command"], config["sglang_args"], stdout=log,
-                                 stderr=log)
+            self.process, launcher = start(config["model"], self.port, config["sglang_devices"], config["dtype"],
+                                           config["shift"], config["sglang_command"], config["sglang_args"],
+                                           stdout=log, stderr=log)
         self.url, until = f"http://127.0.0.1:{self.port}", time.time() + config["sglang_timeout"]
         try:
             while (state := health(self.url)) != "up":
@@ -183,6 +178,9 @@ class LaunchedServer:
                                     + self.tail())
                 if self.ending.wait(0.5) or self.stopping():
                     raise UserError("stopped while the SGLang server was starting")
+            if not started_by(launcher, self.url):
+                raise UserError(f"port {self.port} unavailable: another server answers there, or sglang_command "
+                                "keeps NANOWAN_LAUNCHER from its server")
             self.ready(self.url)
         except BaseException as error:
             end(self.process)
@@ -233,7 +231,7 @@ def main():
     check(model, port, command, args)
     if free_port(port) != port:
         raise UserError(f"port={port}: in use, or one of {port + 1}, {port + 10}, {port + 20}: want another")
-    process = start(model, port, devices, dtype, shift, command, args)
+    process, _ = start(model, port, devices, dtype, shift, command, args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         code = process.wait()

@@ -13,10 +13,12 @@ import time
 
 import torch
 import torch.nn.functional as F
+from nanowan_lease import Lease
 from torch import Tensor
 
 WRITTEN_FOR = "0.5.23"
-PROCESS = f"{os.getpid()}-{time.time_ns()}"
+LAUNCHER = os.environ.get("NANOWAN_LAUNCHER", "")  # process that started this server, and when
+LEASE = Lease()
 
 
 def add_cpu_operations():
@@ -86,7 +88,7 @@ def keep_timesteps():
 def answer_with_bytes():
     """Videos travel as 8-bit numbers, as a file would hold them: 59 MB instead of 235 MB for 49 x 480 x 832.
 
-    Each answer's request_id begins with a number of this process: a client sees when a server was started anew.
+    Each answer's request_id begins with the run that has the server and the LoRA that it holds.
     """
     from sglang.multimodal_gen.runtime.entrypoints.post_training import rollout_api
 
@@ -95,9 +97,34 @@ def answer_with_bytes():
     def build_with_bytes(request_id, prompt, seed, rollout, result):
         if result.output.is_floating_point():
             result.output = (result.output.clamp(0, 1) * 255).round().to(torch.uint8)
-        return build_response(f"{PROCESS}/{request_id}", prompt, seed, rollout, result)
+        return build_response(f"{LEASE.tag()}/{request_id}", prompt, seed, rollout, result)
 
     rollout_api._build_response = build_with_bytes
+
+
+def serve_one_run():
+    """/nanowan says who started this server and is told who has it; meanwhile others' POSTs are refused."""
+    from fastapi import Response
+    from sglang.multimodal_gen.runtime import launch_server
+
+    create_app = launch_server.create_app
+
+    def create_app_of_one_run(*args, **kwargs):
+        app = create_app(*args, **kwargs)
+
+        @app.middleware("http")
+        async def check(request, call_next):
+            is_post, is_ours = request.method == "POST", request.url.path == "/nanowan"
+            refusal = ""
+            if is_post:
+                refusal = LEASE.told(await request.json()) if is_ours else LEASE.refusal(request.headers.get("run", ""))
+            if refusal or is_ours:
+                return Response(refusal or LAUNCHER, 409 if refusal else 200)
+            return await call_next(request)
+
+        return app
+
+    launch_server.create_app = create_app_of_one_run
 
 
 def keep_adapters_on_device():
@@ -115,19 +142,18 @@ def keep_adapters_on_device():
 
 def end_with_launcher():
     """A server that a run started ends when that run is gone, however it went."""
-    launcher = int(os.environ.get("NANOWAN_LAUNCHER", "0"))
 
     def watch():
-        while os.path.exists(f"/proc/{launcher}"):
+        while os.path.exists(f"/proc/{LAUNCHER.partition('-')[0]}"):
             time.sleep(2)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
-    if launcher:
+    if LAUNCHER:
         threading.Thread(target=watch, daemon=True).start()
 
 
 for patch in (add_cpu_operations, keep_image_size, return_image_latents, keep_timesteps, answer_with_bytes,
-              keep_adapters_on_device, end_with_launcher):
+              serve_one_run, keep_adapters_on_device, end_with_launcher):
     try:
         patch()
     except (ImportError, AttributeError) as error:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +30,11 @@ import checkpoints
 import flow
 import fsdp
 import guard
+import launch
 import model as wan_model
 import tiny
 from guard import UserError
+from helpers import free_ports
 
 REPOSITORY = Path(__file__).parents[1]
 RANK, ALPHA, TARGETS = 4, 8.0, "to_q,to_k,to_v,to_out.0,ffn.net.0.proj"
@@ -595,6 +598,56 @@ def stop():
     yield fsdp.Stop()
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+ONE_IS_STOPPED = """
+import os, signal, sys, time, fsdp, configurator
+sys.argv[1:] = []
+configurator.configure(globals())
+rank, _, _ = fsdp.init("cpu")
+stop = fsdp.Stop()
+with stop.leaves_at_once():
+    fsdp.barrier()
+    if rank == WHO:
+        os.kill(os.getpid(), signal.SIGTERM)
+    OTHER
+"""
+
+
+@pytest.mark.parametrize("who, other", [(0, "fsdp.barrier()"), (1, "fsdp.barrier()"), (1, "time.sleep(60)")])
+def test_one_rank_that_is_stopped_in_an_evaluation_takes_the_others_along(tmp_path, who, other):
+    """Whether they wait for it or work on; nothing failed, so that torchrun says nothing either."""
+    (tmp_path / "script.py").write_text(ONE_IS_STOPPED.replace("WHO", str(who)).replace("OTHER", other))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*torchrun, tmp_path / "script.py"], env=environment, capture_output=True, text=True,
+                         timeout=50)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == "stopped: SIGTERM in an evaluation; the same command resumes\n"
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(WORLD_SIZE="", LOCAL_RANK="", MASTER_ADDR="", MASTER_PORT=""),
+     "the environment has RANK=0, no WORLD_SIZE, no LOCAL_RANK, no MASTER_ADDR, no MASTER_PORT: want torchrun, which"),
+    (dict(MASTER_ADDR="", MASTER_PORT=""), "RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, no MASTER_ADDR, no MASTER_PORT: want"),
+    (dict(LOCAL_RANK=""), "no LOCAL_RANK, MASTER_ADDR=127.0.0.1"),
+    (dict(RANK="2"), "RANK=2, WORLD_SIZE=2"),
+    (dict(RANK="first"), "RANK=first, WORLD_SIZE=2"),
+    (dict(MASTER_PORT="70000"), "MASTER_PORT=70000: want torchrun"),
+    (dict(), "RANK=0, WORLD_SIZE=2, .* don't find each other within 1 s .*1/2 clients joined.*: want torchrun"),
+    (dict(RANK="1"), "RANK=1, WORLD_SIZE=2, .* don't find each other within 1 s .*refused.*: want torchrun"),
+    (dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="x"), "don't find each other within 1 s .*refused"),
+])
+def test_what_another_launch_left_in_the_environment_is_one_line(monkeypatch, change, words):
+    (port,) = free_ports(1)
+    usual = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for name, value in (usual | change).items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "MEETING", 1)
+    started = time.time()
+    with pytest.raises(UserError, match=words) as caught:
+        fsdp.init("cpu")
+    assert time.time() - started < 5 and "\n" not in str(caught.value)
 
 
 STOPS = [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]

@@ -2,9 +2,13 @@ import io
 import json
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -16,9 +20,11 @@ from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 import encoders
+import fsdp
 import reward
 import task_rewards
 import tiny
+import web
 from geometry import normalise_points
 from guard import UserError
 from helpers import ENVIRONMENT, REPOSITORY, refusal, script
@@ -121,6 +127,44 @@ def test_a_bad_reward_is_named(values, message):
 def test_score_wants_frames_before_channels():
     with pytest.raises(ValueError, match="videos"):
         reward.score({}, noise(2, 3, 5, 4, 4), ["a", "b"], [{}, {}])
+
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), SystemExit(), GeneratorExit("x"), ZeroDivisionError("1 / 0")])
+def test_whatever_a_reward_raises_is_one_line(capsys, error):
+    def odd(*_):
+        raise error
+
+    videos = noise(1, 3, 3, 4, 6)
+    with pytest.raises(UserError, match=f"^reward odd: {type(error).__name__}: {error}$"):
+        reward.score({"odd": odd}, videos, ["a"], [{}])
+    assert "in odd\n" in capsys.readouterr().err  # its author sees where
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, fsdp.Stopped(0)])
+def test_a_run_that_is_stopped_in_a_reward_stops(error):
+    def stopped(*_):
+        raise error
+
+    with pytest.raises(type(error) if isinstance(error, BaseException) else error):
+        reward.score({"stopped": stopped}, noise(1, 3, 3, 4, 6), ["a"], [{}])
+
+
+def test_what_a_reward_does_to_its_videos_is_seen_by_nobody():
+    def spoiler(videos, prompts, metadata):
+        videos.zero_()
+        prompts[0], metadata[0]["box"][0] = "another", 7
+        return torch.zeros(len(videos))
+
+    def after(videos, prompts, metadata):
+        assert prompts == ["a"] and metadata == [{"box": [1]}]
+        return videos.mean((1, 2, 3, 4))
+
+    videos, prompts, metadata = noise(1, 3, 3, 4, 6), ["a"], [{"box": [1]}]
+    kept = videos.clone()
+    scores = reward.score({"spoiler": spoiler, "after": after}, videos, prompts, metadata)
+    assert torch.equal(videos, kept) and scores["after"] == kept.mean()
+    assert prompts == ["a"] and metadata == [{"box": [1]}]
 
 
 # ----------------------------------------------------------------------------- advantages
@@ -512,6 +556,8 @@ class BrightnessServer(BaseHTTPRequestHandler):  # the example of docs/grpo.md
         answer = self.respond(videos, request)
         self.send_response(self.server.status.pop(0) if self.server.status else 200)
         self.send_header("Content-Length", str(len(answer)))
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer)
 
@@ -525,10 +571,11 @@ class BrightnessServer(BaseHTTPRequestHandler):  # the example of docs/grpo.md
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # which isn't asked for this machine's own addresses
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     with HTTPServer(("127.0.0.1", 0), BrightnessServer) as server:
         server.handle_error = lambda *_: None  # a client that gave up
-        server.requests, server.status, server.answer = [], [], None
+        server.requests, server.status, server.answer, server.headers = [], [], None, {}
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01))
         thread.start()
@@ -571,6 +618,18 @@ def test_http_retries_what_can_pass(server, monkeypatch):
     assert len(naps) == 5
 
 
+@pytest.mark.parametrize("asked, pause", [
+    ("3", 3), ("0", 0), ("600", 5), ("soon", 1), ("9" * 400, 5),  # 5: the timeout; 1: as without it
+    (formatdate(time.time() - 60, usegmt=True), 0), (formatdate(time.time() + 900, usegmt=True), 5),
+])
+def test_http_waits_as_it_is_asked_to(server, monkeypatch, asked, pause):
+    naps = []
+    monkeypatch.setattr(reward.time, "sleep", naps.append)
+    server.status, server.headers = [429], {"Retry-After": asked}
+    http_score(server)
+    assert naps == [pause] and len(server.requests) == 2
+
+
 @pytest.mark.parametrize("answer, message", [
     (b"not json", "got 'not json', want {\"rewards\": \\[2 numbers\\]}"),
     (b'{"scores": [1, 2]}', "want {\"rewards\""),
@@ -586,7 +645,6 @@ def test_http_answers(server, answer, message):
 
 
 def test_http_unreachable_shows_at_the_start(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(reward.time, "sleep", lambda seconds: None)
     free = HTTPServer(("127.0.0.1", 0), BrightnessServer)
     url = f"http://127.0.0.1:{free.server_port}/score"
@@ -601,6 +659,65 @@ def test_http_timeout(server, monkeypatch):
     monkeypatch.setattr(reward.time, "sleep", lambda seconds: None)
     with pytest.raises(UserError, match="timed out after 4 attempts"):
         http_score(server, timeout=0.1)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "])
+def test_a_timeout_is_of_the_whole_answer(head):
+    """Not of each byte of it: one comes each 50 ms."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        def drip():
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(head)
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        started = time.time()
+        with pytest.raises(web.ServerError, match="timed out") as caught:
+            web.request(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.5)
+        assert time.time() - started < 1.5 and not caught.value.gone
+
+
+def test_an_answer_that_breaks_off_is_none():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        def break_off():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")
+
+        threading.Thread(target=break_off, daemon=True).start()
+        with pytest.raises(web.ServerError, match="IncompleteRead"):
+            web.request(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=5)
+
+
+@pytest.mark.parametrize("host, direct", [
+    ("127.0.0.1", True), ("127.1.2.3", True), ("localhost", True), ("LOCALHOST", True), ("[::1]", True),
+    ("[::ffff:127.0.0.1]", True), ("0.0.0.0", True), ("a.localhost.", True),
+    ("10.0.0.1", False), ("localhost.com", False), ("example.invalid", False), ("128.0.0.1", False),
+])
+def test_a_proxy_is_asked_for_other_machines_only(server, monkeypatch, host, direct):
+    monkeypatch.setenv("http_proxy", server.url)  # it answers 501 to a GET
+    monkeypatch.delenv("no_proxy", raising=False)
+    try:
+        asked_proxy = web.request(f"http://{host}:9/", timeout=5)[0] == 501
+    except web.ServerError as error:
+        asked_proxy = False
+        assert "refused" in str(error) or "not known" in str(error)
+    assert asked_proxy is not direct
+    monkeypatch.setenv("no_proxy", "*")
+    if not direct and host == "example.invalid":
+        with pytest.raises(web.ServerError):
+            web.request(f"http://{host}:9/", timeout=5)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:port/", "http://a b/", "nothing", "http://ö\ud800/"])
+def test_a_wrong_address_is_one_line(url):
+    with pytest.raises(web.ServerError) as caught:
+        web.request(url, timeout=5)
+    assert "\n" not in str(caught.value)
 
 
 # ----------------------------------------------------------------------------- rewards of video files

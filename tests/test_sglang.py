@@ -52,6 +52,9 @@ from helpers import (
     smooth_adamw,
 )
 
+sys.path.append(str(REPOSITORY / "shim"))
+from nanowan_lease import Lease  # noqa: E402
+
 SGLANG = REPOSITORY / ".venv-sglang/bin/sglang"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SIZE = dict(height=64, width=96, num_frames=9)
@@ -70,6 +73,17 @@ def real(test):
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     monkeypatch.setattr("plot.draw_curves", lambda out_dir: None)
+
+
+@pytest.fixture(autouse=True)
+def clients(monkeypatch):
+    """Those of a test, which let the servers go at its end, as a run does however it ends."""
+    made, init = [], sglang_client.SGLangClient.__init__
+    monkeypatch.setattr(sglang_client.SGLangClient, "__init__",
+                        lambda self, *args: made.append(self) or init(self, *args))
+    yield made
+    for client in made:
+        client.close()
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +106,8 @@ def paths(world, kind="ti2v"):
 
 
 def make_client(
-    world, kind="ti2v", guidance_scale=1.0, guidance_scale_2=1.0, law="flow", urls=(), rank=0, world_size=1, **more
+    world, kind="ti2v", guidance_scale=1.0, guidance_scale_2=1.0, law="flow", urls=(), rank=0, world_size=1, run="a",
+    **more,
 ):
     """A client and the training prompts; more: its settings."""
     wan = wan_model.describe(str(world / kind))
@@ -100,8 +115,11 @@ def make_client(
     guidance = dict(guidance_scale=guidance_scale, guidance_scale_2=guidance_scale_2)
     config = SIZE | dict(law=law, noise_level=0.7, num_steps=4, shift=5.0, negative_prompt="dark", lora_rank=4,
                          lora_alpha=8.0, lora_sync="tensor", lora_sync_dir="", sglang_urls=",".join(urls),
-                         sglang_concurrency=4, sglang_timeout=60.0, sglang_retries=2, sglang_colocated=False) | more
-    client = sglang_client.SGLangClient(config, wan, shape, guidance, "cpu", rank, world_size)
+                         sglang_concurrency=4, sglang_timeout=60.0, sglang_retries=2, sglang_colocated=False,
+                         out_dir=f"out_{run}") | more
+    client = sglang_client.SGLangClient(config, wan, shape, guidance, "cpu", run, rank, world_size)
+    for url in client.urls:
+        client.tell(url, lora=0)  # as check() does
     return client, prompts.Prompts(world / "train.jsonl", SIZE["height"], SIZE["width"])
 
 
@@ -162,7 +180,10 @@ class FakeServer(BaseHTTPRequestHandler):
         self.answer(200, json.dumps(self.server.info).encode())
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body, lease = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server.lease
+        refusal = lease.told(body) if self.path == "/nanowan" else lease.refusal(self.headers["run"])
+        if refusal or self.path == "/nanowan":  # as in shim/nanowan_shim.py
+            return self.answer(409 if refusal else 200, refusal.encode())
         self.server.bodies.append((self.path, body))
         if self.server.broken:
             code = self.server.broken.pop(0)
@@ -184,7 +205,7 @@ class FakeServer(BaseHTTPRequestHandler):
         sigmas = flow.sigma_grid(body["num_inference_steps"], 5.0)
         text, guided = torch.ones(512, 64), body["negative_prompt"] is not None
         made = dict(
-            request_id=f"{self.server.process}/{len(self.server.bodies)}",
+            request_id=f"{self.server.lease.tag()}/{len(self.server.bodies)}",
             generated_output=torch.full((3, 9, 64, 96), 51, dtype=torch.uint8),
             dit_trajectory=dict(latents=latents, sigmas=sigmas),
             denoising_env=dict(image_kwargs={}, pos_cond_kwargs=dict(encoder_hidden_states=text),
@@ -212,7 +233,7 @@ def fakes(world):
     for _ in range(2):
         server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
         server.bodies, server.broken, server.change, server.message = [], [], lambda made: None, ""
-        server.process = "1"
+        server.lease = Lease()
         server.info = {"version": "0.5.23", "model_path": str(world / "ti2v")}
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -300,8 +321,9 @@ def test_failures_are_retried_elsewhere_and_bounded(world, fakes):
     client, _ = make_client(world, urls=urls, sglang_retries=0, sglang_concurrency=1)
     fakes[0].broken, fakes[1].broken = [None], []
     [client.submit(lines, 0, n, sigmas).result() for n in range(2)]  # asking the next one is no retry
-    fakes[1].process = "2"  # it came back by itself, without the LoRA
-    with pytest.raises(UserError, match="no SGLang server left: .*; .* was started anew, without the LoRA"):
+    fakes[1].lease = Lease()  # it came back by itself, without the LoRA
+    words = "no SGLang server left: .*; .* was started anew, .* by the LoRA :None, want a:0"
+    with pytest.raises(UserError, match=words):
         client.submit(lines, 0, 0, sigmas).result()
     client, _ = make_client(world, urls=urls[:1], sglang_retries=2)
     fakes[0].broken = [503] * 3
@@ -343,6 +365,58 @@ def test_sync_counts_what_was_applied_and_leaves_failed_servers_out(world, fakes
         fakes[0].message = said
         with pytest.raises(UserError, match="sent a LoRA of 20 layers, it says: Updated"):
             client.sync(adapters)
+
+
+def test_a_server_is_one_runs_at_a_time(world, fakes, monkeypatch):
+    """Another is refused by name; what a killed run leaves passes by itself, and it is never served again unnoticed."""
+    monkeypatch.setattr(sglang_client, "LEASE", 1.0)
+    url, sigmas = fakes[0].url, flow.sigma_grid(4, 5.0)
+    first, lines = make_client(world)
+    first.check(url, lines, sigmas)
+    second, _ = make_client(world, run="b")
+    name = re.escape(f"out_dir={os.path.abspath('out_a')} on {socket.gethostname()} since ")
+    with pytest.raises(UserError, match=f"{url}/nanowan answered 409: in use by {name}.*: want a server of python sg"):
+        second.check(url, lines, sigmas)  # the first kept it for longer than a lease
+    with pytest.raises(UserError, match="answered 409: in use by out_dir=.*out_a"):
+        sglang_server.request(f"{url}/v1/set_lora", {})  # somebody's, of no run
+    assert [path for path, _ in fakes[0].bodies] == ["/v1/unmerge_lora_weights", "/rollout/generate"]
+
+    first.over.set()  # killed: it says nothing any more
+    second.check(url, lines, sigmas)
+    assert fakes[0].lease.tag() == "b:0"
+    first.urls = second.urls = [url]
+    with pytest.raises(UserError, match="answered 409: in use by out_dir=.*out_b"):
+        first.submit(lines, 0, 0, sigmas).result()
+    second.submit(lines, 0, 0, sigmas).result()
+    second.close()
+    first.close()  # which isn't its any more: it takes it from nobody
+    third, _ = make_client(world, run="c")
+    started = time.time()
+    third.check(url, lines, sigmas)
+    assert time.time() - started < 0.5 and fakes[0].lease.tag() == "c:0"
+
+
+@pytest.mark.parametrize("how", ["tensor", "disk"])
+def test_each_answer_is_of_the_lora_that_was_synced_last(world, fakes, tmp_path, how):
+    urls, sigmas = [server.url for server in fakes], flow.sigma_grid(4, 5.0)
+    settings = dict(lora_sync=how, lora_sync_dir=str(tmp_path), sglang_retries=0, sglang_concurrency=1)
+    ranks = [make_client(world, urls=urls, rank=rank, world_size=2, **settings)[0] for rank in (0, 1)]
+    _, lines = make_client(world)
+    for server in fakes:
+        server.message = "Updated 20 LoRA layers in transformer from IPC tensors (skipped 0 unknown layers)."
+    for seed in (1, 2):
+        for client in ranks:
+            client.sync(random_adapters(client.wan, seed) if seed == 1 or client is ranks[0] else {})
+    assert [server.lease.tag() for server in fakes] == ["a:2", "a:2"]
+    fakes[1].lease.lora = 1  # the last sync passed it by
+    client = ranks[0]
+    for n in range(4):
+        client.submit(lines, 0, n, sigmas).result()
+    assert client.down.keys() == {urls[1]} and "it made a video by the LoRA a:1, want a:2" in client.down[urls[1]]
+    fakes[0].broken = [400]
+    with pytest.raises(UserError, match="answered 400"):
+        client.sync(random_adapters(client.wan, 3))
+    assert fakes[0].lease.tag() == "a:None"  # a sync that failed half way is no version
 
 
 def test_memory_is_released_by_the_responsible_rank(world, fakes):
@@ -430,21 +504,25 @@ def test_a_job_submitted_twice_leaves_the_first_ones_servers_alone(world, fakes,
     assert [path.name for path in servers.iterdir()] == ["node_0.url"]
 
 
-LOSES_ITS_PORT_ONCE = """
-import http.server, os, sys
-if not os.path.exists("seen"):
-    open("seen", "w").close()
+LOSES_ITS_PORT = """
+import http.server, os, sys, time
+tries = len(open("server.log").readlines())
+if tries == 0:
     sys.exit("ERROR: [Errno 98] error while attempting to bind on address: address already in use")
+open("nanowan", "w").write(os.environ["NANOWAN_LAUNCHER"] if tries > 1 else "another's")  # who answers there
+print("started", file=sys.stderr, flush=True)
 port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.SimpleHTTPRequestHandler.log_message = lambda *args: None
 http.server.HTTPServer(("127.0.0.1", port), http.server.SimpleHTTPRequestHandler).serve_forever()
 """
 
 
 def test_a_port_that_is_taken_while_the_server_loads_costs_nothing(world, tmp_path, monkeypatch):
-    """It comes up at the next one, without using up a restart; not for ever."""
+    """It comes up at the next one, without using up a restart; not for ever. Its own is who was started by it, not
+    whoever answers at its port."""
     monkeypatch.chdir(tmp_path)
     Path("health").write_text("")
-    Path("fake.py").write_text(LOSES_ITS_PORT_ONCE)
+    Path("fake.py").write_text(LOSES_ITS_PORT)
 
     def launch(program):
         config = dict(model=str(world / "ti2v"), dtype="float32", shift=5.0, sglang_timeout=60.0, sglang_retries=0,
@@ -456,7 +534,7 @@ def test_a_port_that_is_taken_while_the_server_loads_costs_nothing(world, tmp_pa
     server = launch("fake.py")
     try:
         assert seen == [server.url] == [Path("server.url").read_text()]
-        assert int(server.url.rpartition(":")[2]) >= 29050 and server.restarts == 0
+        assert int(server.url.rpartition(":")[2]) >= 29100 and server.restarts == 0
     finally:
         server.end()
     Path("never.py").write_text("import sys; sys.exit('Address already in use')")
@@ -508,6 +586,7 @@ def test_what_the_shim_cannot_patch_it_says(tmp_path):
         "return_image_latents",
         "keep_timesteps",
         "answer_with_bytes",
+        "serve_one_run",
         "keep_adapters_on_device",
     ]
 
@@ -545,8 +624,8 @@ def serve(world, tmp_path_factory):
         if (kind, number) not in started:
             port = sglang_server.free_port(30000 + 50 * len(started))
             with open(folder / f"{kind}_{number}.log", "wb") as log:
-                process = sglang_server.start(str(world / kind), port, "", "float32", 5.0, f"{SGLANG} serve", "",
-                                              stdout=log, stderr=log)
+                process, _ = sglang_server.start(str(world / kind), port, "", "float32", 5.0, f"{SGLANG} serve", "",
+                                                 stdout=log, stderr=log)
             url, until = f"http://127.0.0.1:{port}", time.time() + 240
             started[kind, number] = url, process
             while sglang_server.health(url) != "up":
@@ -727,7 +806,7 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve,
     watch = sglang_server.LaunchedServer._watch
     monkeypatch.setattr(sglang_server.LaunchedServer, "_watch", lambda self: servers.append(self) or watch(self))
 
-    def ask_and_kill(self, url, prompt, image, seed, *rest):
+    def ask_and_kill(self, url, prompt, image, seed, *rest, **more):
         asked.append(seed)
         if seed == flow.seed_of(0, 1, 2) and asked.count(seed) == 1:
             os.killpg(servers[0].process.pid, signal.SIGKILL)
@@ -736,7 +815,7 @@ def test_a_launched_server_that_is_killed_comes_back_with_the_lora(world, serve,
                                    text=True).stdout.splitlines()
             (worker,) = [int(line.split()[0]) for line in group if "::scheduler" in line]
             os.kill(worker, signal.SIGKILL)
-        return ask(self, url, prompt, image, seed, *rest)
+        return ask(self, url, prompt, image, seed, *rest, **more)
 
     monkeypatch.setattr(sglang_client.SGLangClient, "ask", ask_and_kill)
     printed, lora, killed_rows = train(world, tmp_path / "killed", rollout="sglang", sglang_launch=True,
