@@ -71,8 +71,8 @@ def test_a_log_on_a_full_disk(tmp_path):
                                   lambda: SafetensorError("I/O error: No space left on device (os error 28)")])
 def test_an_export_on_a_full_disk_leaves_the_one_before(checkpoints, tmp_path, monkeypatch, kind):
     def export(rank):
-        tensors = {"high": {"blocks.0.attn1.to_q.lora_A.weight": torch.zeros(rank, 64),
-                            "blocks.0.attn1.to_q.lora_B.weight": torch.zeros(64, rank)}}
+        tensors = {"high.blocks.0.attn1.to_q.lora_A.weight": torch.zeros(rank, 64),
+                   "high.blocks.0.attn1.to_q.lora_B.weight": torch.zeros(64, rank)}
         wan_model.export(tmp_path, wan_model.describe(checkpoints["i2v"]), tensors, rank, 1.0, "to_q", {})
 
     def fill_up(*_, **__):
@@ -81,7 +81,7 @@ def test_an_export_on_a_full_disk_leaves_the_one_before(checkpoints, tmp_path, m
     wan = wan_model.describe(checkpoints["i2v"])
     for folder, again, library in (
         ("lora", lambda: export(3), adapters),
-        ("model", lambda: wan_model.export(tmp_path, wan, {"high": {"x": torch.zeros(2)}}, 0, 0, "", {}), wan_model),
+        ("model", lambda: wan_model.export(tmp_path, wan, {"high.x": torch.zeros(2)}, 0, 0, "", {}), wan_model),
     ):
         again() if folder == "model" else export(2)
         before = {name: (tmp_path / name).read_bytes() for name in files_of(tmp_path)}

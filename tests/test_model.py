@@ -765,7 +765,8 @@ def test_an_export_inside_the_models_folder_copies_what_the_model_is(checkpoints
         (folder / name).write_text("something")
     wan = load(folder)
     for _ in range(2):
-        wan_model.export(str(folder / "run"), wan, {"low": wan.experts["low"].state_dict()}, 0, 0, "", RECORD)
+        trained = {f"low.{name}": tensor for name, tensor in wan.experts["low"].state_dict().items()}
+        wan_model.export(str(folder / "run"), wan, trained, 0, 0, "", RECORD)
     want = {path.relative_to(checkpoints["i2v"]) for path in Path(checkpoints["i2v"]).rglob("*")}
     assert {path.relative_to(folder / "run/model") for path in (folder / "run/model").rglob("*")} == (
         want | {Path("nanowan.json")})
